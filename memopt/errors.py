@@ -1,0 +1,83 @@
+"""Every error that a user of memopt can meet; one class a kind, built from data, worded here."""
+
+import difflib
+from collections.abc import Iterable
+
+
+class MemoptError(ValueError):
+    """The base of all of memopt's errors; `exit_code` is what the commands end with."""
+
+    exit_code = 1
+
+
+class RequestError(MemoptError):
+    """What was asked for is wrong: a name, a value, a file."""
+
+    exit_code = 2
+
+
+class UnknownNameError(RequestError):
+    """A name that is not one of the legal ones."""
+
+    def __init__(self, kind: str, name: str, legal: Iterable[str]) -> None:
+        legal = sorted(legal)
+        close = difflib.get_close_matches(name, legal, n=3, cutoff=0.5)
+        guess = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
+        super().__init__(f"no {kind} is called {name!r}; {guess}legal: {', '.join(legal)}")
+
+
+class IllegalValueError(RequestError):
+    """A value that its key does not take."""
+
+    def __init__(self, key: str, value: object, legal: str) -> None:
+        super().__init__(f"{key}={value!r} is not legal; legal: {legal}")
+
+
+class UnreadableFileError(RequestError):
+    """A file that cannot be read as what it should be."""
+
+    def __init__(self, kind: str, path: object, why: str) -> None:
+        super().__init__(f"{kind} {str(path)!r} cannot be read: {why}")
+
+
+class IncompatibleError(RequestError):
+    """Two settings that exclude each other; the sentences are those of the RFC."""
+
+
+class NoSelfAttentionError(MemoptError):
+    """Attention swap found nothing to do."""
+
+    def __init__(self, model_type: str) -> None:
+        super().__init__(
+            f"activation_swap='attention' found no self_attn modules in {model_type}; "
+            "expected attention modules registered as self_attn"
+        )
+
+
+class InvalidPlanError(MemoptError):
+    """A plan that contradicts itself or its graph."""
+
+
+class PlanMismatchError(RequestError):
+    """A plan that was made for another model."""
+
+
+class TraceError(MemoptError):
+    """The model could not be traced on fake tensors."""
+
+
+class RewriteError(MemoptError):
+    """The live model cannot be rewritten as asked; it was left as it was."""
+
+
+class GraphCompileError(MemoptError, AssertionError):
+    """A rewritten module was handed to a graph compiler.
+
+    An AssertionError too: that is the one kind that dynamo passes on unchanged.
+    """
+
+    def __init__(self, fqn: str) -> None:
+        super().__init__(
+            f"memopt: {fqn!r} is rewritten and runs eagerly only; take it out of torch.compile / export / jit, "
+            "or call memopt.undo(model) first"
+        )

@@ -1,0 +1,40 @@
+"""Facts about a model and decisions on them: frozen values, no torch. Printed, saved, or built by hand in a test."""
+
+from memopt.ir.accounting import PlanAccount, SavedBytes, TargetAccount, TensorLine, account, keep_reason, saved_bytes
+from memopt.ir.graph import Kind, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
+from memopt.ir.plan import Action, Decision, Plan, RegionKey
+from memopt.ir.policy import MIN_SWAP_TENSOR_BYTES, POLICIES, CheckpointPolicy, Keep, attention_keep_reason
+from memopt.ir.queries import outermost
+from memopt.ir.serialize import PLAN_SCHEMA_VERSION, load_plan, plan_from_json, plan_to_json, save_plan
+
+__all__ = [
+    "MIN_SWAP_TENSOR_BYTES",
+    "PLAN_SCHEMA_VERSION",
+    "POLICIES",
+    "Action",
+    "CheckpointPolicy",
+    "Decision",
+    "Keep",
+    "Kind",
+    "ModelFacts",
+    "ModuleCall",
+    "ModuleGraph",
+    "ModuleNode",
+    "Plan",
+    "PlanAccount",
+    "RegionKey",
+    "SavedBytes",
+    "SavedTensor",
+    "TargetAccount",
+    "TensorLine",
+    "TraceInput",
+    "account",
+    "attention_keep_reason",
+    "keep_reason",
+    "load_plan",
+    "outermost",
+    "plan_from_json",
+    "plan_to_json",
+    "save_plan",
+    "saved_bytes",
+]

@@ -1,0 +1,93 @@
+"""What was decided about a module graph, by whom and why."""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+from memopt.errors import InvalidPlanError
+from memopt.ir.graph import ModuleGraph
+from memopt.ir.policy import POLICIES
+
+
+class Action(enum.StrEnum):
+    """What a saved tensor does between forward and backward."""
+
+    KEEP = "keep"
+    SWAP = "swap"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class RegionKey:
+    """What a decision is about: a module, or a named part of a module's forward (`region` is empty for all of it)."""
+
+    fqn: str
+    region: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.fqn}:{self.region}" if self.region else self.fqn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decision:
+    """One action on one region, who took it and why."""
+
+    action: Action
+    by: str
+    """The pass's name."""
+    why: str
+    """Printed as it stands."""
+    policy: str
+    """Which of the region's saved tensors it concerns, a key of `memopt.ir.policy.POLICIES`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """Decisions on a graph's regions and the order in which they are prefetched."""
+
+    graph: ModuleGraph
+    decisions: Mapping[RegionKey, Decision] = field(default_factory=dict)
+    prefetch_chain: tuple[str, ...] = ()
+    """FQNs in forward order; backward of each prefetches the one before it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
+
+    def decide(self, decisions: Mapping[RegionKey, Decision]) -> "Plan":
+        """Return this plan with further decisions; an earlier one on the same region is an InvalidPlanError."""
+        for key, decision in decisions.items():
+            if (earlier := self.decisions.get(key, decision)) != decision:
+                raise InvalidPlanError(f"{str(key)!r} is {earlier.action} by {earlier.by!r}; {decision.by!r} may not change it")
+        return replace(self, decisions={**self.decisions, **decisions})
+
+    def decided(self, fqn: str) -> bool:
+        """Tell whether a module, one around it or one inside it has a decision."""
+        return any(_related(key.fqn, fqn) for key in self.decisions)
+
+    def verify(self) -> None:
+        """Raise an InvalidPlanError for a decision or a chain that the graph does not allow."""
+        for key, decision in self.decisions.items():
+            if key.fqn not in self.graph.by_fqn:
+                raise InvalidPlanError(f"decision on {str(key)!r}: the model has no such module")
+            if decision.policy not in POLICIES:
+                raise InvalidPlanError(f"decision on {str(key)!r}: no policy is called {decision.policy!r}")
+        nodes = {self.graph.by_fqn[key.fqn].fqn: key for key in self.decisions}
+        if len(nodes) < len(self.decisions):
+            raise InvalidPlanError("two decisions on one module")
+        for node, key in nodes.items():
+            for fqn in self.graph.by_fqn[node].fqns:
+                if around := _enclosing(fqn) & nodes.keys():
+                    raise InvalidPlanError(f"decision on {str(key)!r}: it lies inside {max(around)!r}, which has one too")
+        if stray := [fqn for fqn in self.prefetch_chain if fqn not in nodes]:
+            raise InvalidPlanError(f"prefetch chain names {stray[0]!r}, on which nothing is decided")
+        if len(set(self.prefetch_chain)) < len(self.prefetch_chain):
+            raise InvalidPlanError("prefetch chain names a module twice")
+
+
+def _enclosing(fqn: str) -> set[str]:
+    parts = fqn.split(".")
+    return {".".join(parts[:n]) for n in range(1, len(parts))}
+
+
+def _related(one: str, other: str) -> bool:
+    return one == other or one in _enclosing(other) or other in _enclosing(one)

@@ -1,0 +1,65 @@
+"""Plans to and from JSON; pydantic validates what comes in, so that a bad file is named, not guessed at."""
+
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import UnreadableFileError
+from memopt.ir.graph import ModuleGraph
+from memopt.ir.plan import Decision, Plan, RegionKey
+
+PLAN_SCHEMA_VERSION = 1
+
+
+def plan_to_json(plan: Plan) -> str:
+    """Return a plan, its graph included, as JSON text."""
+    decisions = [(key.fqn, key.region, decision) for key, decision in plan.decisions.items()]
+    document = _document()(
+        schema_version=PLAN_SCHEMA_VERSION, graph=plan.graph, decisions=decisions, prefetch_chain=plan.prefetch_chain
+    )
+    return document.model_dump_json()
+
+
+def plan_from_json(text: str | bytes, *, path: object = "text") -> Plan:
+    """Read a plan; raises UnreadableFileError for what is not a plan of this version and InvalidPlanError."""
+    from pydantic import ValidationError
+
+    try:
+        document = _document().model_validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "document"
+        raise UnreadableFileError("plan", path, f"{where}: {first['msg']}") from None
+    decisions = {RegionKey(fqn, region): decision for fqn, region, decision in document.decisions}
+    plan = Plan(graph=document.graph, decisions=decisions, prefetch_chain=document.prefetch_chain)
+    plan.verify()
+    return plan
+
+
+def save_plan(plan: Plan, path: str | Path) -> None:
+    """Write a plan to a file."""
+    Path(path).write_text(plan_to_json(plan))
+
+
+def load_plan(path: str | Path) -> Plan:
+    """Read a plan from a file; raises as `plan_from_json`, and UnreadableFileError for a file that is not there."""
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise UnreadableFileError("plan", path, error.strerror or str(error)) from None
+    return plan_from_json(text, path=path)
+
+
+def _document() -> Any:
+    """Return the model of a plan file, made when first needed: pydantic is no dependency of the library itself."""
+    from typing import Literal
+
+    from pydantic import create_model
+
+    return create_model(
+        "PlanFile",
+        __config__={"extra": "forbid"},
+        schema_version=(Literal[1], ...),
+        graph=(ModuleGraph, ...),
+        decisions=(list[tuple[str, str, Decision]], ...),
+        prefetch_chain=(tuple[str, ...], ...),
+    )

@@ -1,0 +1,51 @@
+"""Decide to swap what attention saves to pinned host memory (RFC "attention activation swap")."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.errors import NoSelfAttentionError
+from memopt.ir import Action, Decision, Plan, RegionKey, account, outermost
+from memopt.passes.base import Pass
+from memopt.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSwap(Pass):
+    """Swap what every module registered as ``self_attn`` saves, where the attention policy passes it."""
+
+    name: ClassVar[str] = "attention-swap"
+
+    margin_bytes: int | None = None
+    """Keep the last targets on the device up to this many bytes: they would go out and come straight back.
+
+    None keeps the last target alone, where there is more than one.
+    """
+
+    def run(self, plan: Plan) -> Plan:
+        """Decide on every target; raises NoSelfAttentionError if there is none."""
+        targets = outermost(plan.graph, "self_attn")
+        if not targets:
+            raise NoSelfAttentionError(plan.graph.model.class_name)
+        swap = Decision(action=Action.SWAP, by=self.name, why="registered as self_attn", policy="attention")
+        all_swapped = plan.decide({RegionKey(fqn): swap for fqn in targets if not plan.decided(fqn)})
+        kept = self._margin(all_swapped)
+        return plan.decide(
+            {key: kept.get(key.fqn, decision) for key, decision in all_swapped.decisions.items() if key not in plan.decisions}
+        )
+
+    def _margin(self, plan: Plan) -> dict[str, Decision]:
+        """Return the decisions of the last targets, which stay on the device."""
+        targets = [t for t in account(plan).targets if plan.decisions[RegionKey(t.fqn)].by == self.name]
+        if not targets:
+            return {}
+        budget = self.margin_bytes
+        if budget is None:
+            budget = targets[-1].covered_bytes if len(targets) > 1 else 0
+        kept: dict[str, Decision] = {}
+        for target in reversed(targets):
+            if target.covered_bytes > budget:
+                break
+            budget -= target.covered_bytes
+            why = f"margin: the last {format_bytes(target.covered_bytes)} would come straight back"
+            kept[target.fqn] = Decision(action=Action.KEEP, by=self.name, why=why, policy="attention")
+        return kept
