@@ -16,6 +16,11 @@ class TensorLine:
     action: Action
     reason: str
 
+    @property
+    def covered(self) -> bool:
+        """Whether the policy passes it, though a margin may keep it."""
+        return self.reason in _COVERED
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TargetAccount:
@@ -84,7 +89,7 @@ def account(plan: Plan) -> PlanAccount:
         targets.append(_target(plan, key.fqn, decision, lines[key.fqn], pinned, copied))
     return PlanAccount(
         targets=tuple(targets),
-        covered_bytes=_bytes(line.tensor for t in lines.values() for line in t if line.reason in _COVERED),
+        covered_bytes=_bytes(line.tensor for t in lines.values() for line in t if line.covered),
         swap_bytes=sum(t.swap_bytes for t in targets),
         freed_bytes=sum(t.freed_bytes for t in targets),
         num_tensors=sum(t.num_swapped for t in targets),
@@ -120,7 +125,7 @@ def _target(
     plan: Plan, fqn: str, decision: Decision, lines: tuple[TensorLine, ...], pinned: frozenset[int], copied: set[int]
 ) -> TargetAccount:
     """Account for one target; `copied` are the storages that earlier targets copy, and grows by this one's."""
-    covered = {line.tensor.storage: line.tensor for line in lines if line.reason in _COVERED}
+    covered = {line.tensor.storage: line.tensor for line in lines if line.covered}
     kept: dict[int, TensorLine] = {}
     for line in lines:
         if line.tensor.storage not in covered:

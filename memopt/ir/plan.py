@@ -57,7 +57,9 @@ class Plan:
         """Return this plan with further decisions; an earlier one on the same region is an InvalidPlanError."""
         for key, decision in decisions.items():
             if (earlier := self.decisions.get(key, decision)) != decision:
-                raise InvalidPlanError(f"{str(key)!r} is {earlier.action} by {earlier.by!r}; {decision.by!r} may not change it")
+                raise InvalidPlanError(
+                    f"{str(key)!r} is {earlier.action} by {earlier.by!r}; {decision.by!r} may not change it"
+                )
         return replace(self, decisions={**self.decisions, **decisions})
 
     def decided(self, fqn: str) -> bool:
@@ -77,7 +79,9 @@ class Plan:
         for node, key in nodes.items():
             for fqn in self.graph.by_fqn[node].fqns:
                 if around := _enclosing(fqn) & nodes.keys():
-                    raise InvalidPlanError(f"decision on {str(key)!r}: it lies inside {max(around)!r}, which has one too")
+                    raise InvalidPlanError(
+                        f"decision on {str(key)!r}: it lies inside {max(around)!r}, which has one too"
+                    )
         if stray := [fqn for fqn in self.prefetch_chain if fqn not in nodes]:
             raise InvalidPlanError(f"prefetch chain names {stray[0]!r}, on which nothing is decided")
         if len(set(self.prefetch_chain)) < len(self.prefetch_chain):

@@ -1,4 +1,4 @@
-"""What each saved tensor should do, as arithmetic on plain numbers: the passes predict with it, the runtime obeys it."""
+"""What each saved tensor should do, as arithmetic on plain numbers: passes predict with it, the runtime obeys it."""
 
 import enum
 from collections.abc import Callable
@@ -38,9 +38,7 @@ class Keep(enum.StrEnum):
     UNDECIDED = "outside the plan"
 
 
-def attention_keep_reason(
-    *, requires_grad: bool, num_dims: int, tensor_bytes: int, storage_bytes: int
-) -> Keep | None:
+def attention_keep_reason(*, requires_grad: bool, num_dims: int, tensor_bytes: int, storage_bytes: int) -> Keep | None:
     """Return why attention swap keeps a tensor, or None if it swaps it (RFC section 6.2)."""
     if not requires_grad:
         return Keep.NO_GRAD

@@ -30,7 +30,11 @@ class AttentionSwap(Pass):
         all_swapped = plan.decide({RegionKey(fqn): swap for fqn in targets if not plan.decided(fqn)})
         kept = self._margin(all_swapped)
         return plan.decide(
-            {key: kept.get(key.fqn, decision) for key, decision in all_swapped.decisions.items() if key not in plan.decisions}
+            {
+                key: kept.get(key.fqn, decision)
+                for key, decision in all_swapped.decisions.items()
+                if key not in plan.decisions
+            }
         )
 
     def _margin(self, plan: Plan) -> dict[str, Decision]:

@@ -1,0 +1,128 @@
+"""The user's options, as a YAML file or keywords, validated once."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args, get_type_hints
+
+from memopt.errors import IllegalValueError, IncompatibleError, RequestError, UnknownNameError, UnreadableFileError
+
+SwapMode = Literal["none", "attention"]
+CheckpointMode = Literal["off", "full", "selective"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """What to do with a model's activations; raises IllegalValueError for a value that its key does not take."""
+
+    activation_swap: SwapMode = "none"
+    """``attention`` swaps what self attention saves to pinned host memory."""
+    activation_checkpoint: CheckpointMode = "off"
+    """Recompute instead of save. This version implements ``off`` only."""
+    enable_compile: bool = False
+    """Whether the trainer compiles the model. Swap runs eagerly only."""
+    pp_size: int = 1
+    """The number of pipeline stages. Swap needs 1."""
+    backend: str = "torch"
+    """The framework that trains. Swap needs ``torch``."""
+
+    def __post_init__(self) -> None:
+        for key, hint in get_type_hints(Config).items():
+            if not _takes(hint, getattr(self, key)):
+                raise IllegalValueError(key, getattr(self, key), _legal(hint))
+        if self.pp_size < 1:
+            raise IllegalValueError("pp_size", self.pp_size, "a whole number from 1")
+
+
+def parse_config(mapping: Mapping[str, Any]) -> Config:
+    """Return the config that a mapping describes; raises UnknownNameError and IllegalValueError."""
+    from pydantic import TypeAdapter, ValidationError
+
+    keys = [field.name for field in fields(Config)]
+    for key in mapping:
+        if key not in keys:
+            raise UnknownNameError("config key", str(key), keys)
+    options = {key: _unquoted(key, value) for key, value in mapping.items()}
+    try:
+        return TypeAdapter(Config).validate_python(options)
+    except ValidationError as error:
+        raise _request_error(error.errors()[0], options) from None
+
+
+def load_config(path: str | Path) -> Config:
+    """Read a YAML config; raises UnreadableFileError naming file and line, and as `parse_config`."""
+    import yaml
+
+    try:
+        mapping = yaml.safe_load(Path(path).read_bytes())
+    except OSError as error:
+        raise UnreadableFileError("config", path, error.strerror or str(error)) from None
+    except yaml.YAMLError as error:
+        raise UnreadableFileError("config", path, _yaml_fault(error)) from None
+    if not isinstance(mapping, dict | None):
+        raise UnreadableFileError("config", path, "it holds no 'key: value' lines")
+    return parse_config(mapping or {})
+
+
+def validate_attention_swap(config: Config) -> None:
+    """Raise an IncompatibleError if attention swap is on together with what excludes it."""
+    if config.activation_swap != "attention":
+        return
+    if config.enable_compile:
+        raise IncompatibleError("activation_swap='attention' is incompatible with torch.compile")
+    if config.activation_checkpoint != "off":
+        raise IncompatibleError("activation_swap='attention' is incompatible with activation checkpointing")
+    if config.pp_size != 1:
+        raise IncompatibleError("activation_swap='attention' does not support pipeline parallelism")
+    if config.backend != "torch":
+        raise IncompatibleError(
+            f"activation_swap='attention' supports only the PyTorch backend (backend='torch'), not {config.backend!r}"
+        )
+
+
+def passes_for(config: Config) -> tuple[str, ...]:
+    """Return the names of the passes that a config asks for, in order; raises for what it may not ask."""
+    validate_attention_swap(config)
+    if config.activation_checkpoint != "off":
+        raise RequestError(
+            f"activation_checkpoint={config.activation_checkpoint!r} is not implemented in this version; use 'off'"
+        )
+    return ("attention-swap", "prefetch-chain") if config.activation_swap == "attention" else ()
+
+
+def _unquoted(key: str, value: Any) -> Any:
+    """Return a YAML value as it was meant: YAML reads ``off`` as False, and ``null`` or nothing means the default."""
+    if key == "activation_checkpoint":
+        if isinstance(value, dict) and value.keys() == {"mode"}:
+            value = value["mode"]
+        if value is False:
+            return "off"
+    return Config.__dataclass_fields__[key].default if value is None else value
+
+
+def _request_error(fault: Mapping[str, Any], options: Mapping[str, Any]) -> RequestError:
+    """Return pydantic's finding as ours."""
+    cause = fault.get("ctx", {}).get("error")
+    if isinstance(cause, RequestError):
+        return cause
+    key = str(fault["loc"][0])
+    return IllegalValueError(key, options[key], _legal(get_type_hints(Config)[key]))
+
+
+def _takes(hint: Any, value: object) -> bool:
+    if legal := get_args(hint):
+        return isinstance(value, str) and value in legal
+    return type(value) is hint
+
+
+def _legal(hint: Any) -> str:
+    if legal := get_args(hint):
+        return ", ".join(legal)
+    return {bool: "true, false", int: "a whole number", str: "a name"}[hint]
+
+
+def _yaml_fault(error: Any) -> str:
+    """Return what is wrong with a YAML text and on which line, in one line."""
+    mark = getattr(error, "problem_mark", None)
+    what = getattr(error, "problem", None) or str(error).splitlines()[0]
+    return f"line {mark.line + 1}: {what}" if mark else what

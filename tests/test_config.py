@@ -1,0 +1,139 @@
+"""The config: what it takes, what it refuses, in which words."""
+
+import pytest
+
+from memopt.config import Config, load_config, parse_config, passes_for, validate_attention_swap
+from memopt.errors import (
+    IllegalValueError,
+    IncompatibleError,
+    MemoptError,
+    RequestError,
+    UnknownNameError,
+    UnreadableFileError,
+)
+
+
+def loaded(tmp_path, text):
+    path = tmp_path / "memopt.yaml"
+    path.write_text(text)
+    return load_config(path)
+
+
+def test_the_default_changes_nothing():
+    assert Config() == Config(
+        activation_swap="none", activation_checkpoint="off", enable_compile=False, pp_size=1, backend="torch"
+    )
+    assert passes_for(Config()) == ()
+
+
+def test_attention_asks_for_swap_and_chain():
+    assert passes_for(Config(activation_swap="attention")) == ("attention-swap", "prefetch-chain")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"activation_swap": "mlp"}, "activation_swap='mlp' is not legal; legal: none, attention"),
+        ({"activation_swap": True}, "activation_swap=True is not legal; legal: none, attention"),
+        ({"activation_swap": ["attention"]}, "activation_swap=['attention'] is not legal; legal: none, attention"),
+        (
+            {"activation_checkpoint": "on"},
+            "activation_checkpoint='on' is not legal; legal: off, full, selective",
+        ),
+        ({"pp_size": 0}, "pp_size=0 is not legal; legal: a whole number from 1"),
+        ({"pp_size": "two"}, "pp_size='two' is not legal; legal: a whole number"),
+        ({"enable_compile": "perhaps"}, "enable_compile='perhaps' is not legal; legal: true, false"),
+        ({"backend": 3}, "backend=3 is not legal; legal: a name"),
+    ],
+)
+@pytest.mark.parametrize("make", [parse_config, lambda options: Config(**options)])
+def test_an_illegal_value_names_key_value_and_the_legal_ones(make, options, message):
+    with pytest.raises(IllegalValueError) as error:
+        make(options)
+    assert str(error.value) == message
+    assert error.value.exit_code == 2
+
+
+def test_an_unknown_key_names_the_nearest(tmp_path):
+    with pytest.raises(
+        UnknownNameError, match="no config key is called 'activation_swp'; did you mean 'activation_swap'"
+    ):
+        loaded(tmp_path, "activation_swp: attention\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "config"),
+    [
+        ("", Config()),
+        ("activation_swap: attention\n", Config(activation_swap="attention")),
+        ("activation_swap: none\nactivation_checkpoint: off\n", Config()),
+        ("activation_swap: null\nactivation_checkpoint:\n", Config()),
+        ("activation_checkpoint: 'off'\n", Config()),
+        ("activation_checkpoint: selective\n", Config(activation_checkpoint="selective")),
+        ("activation_checkpoint:\n  mode: full\n", Config(activation_checkpoint="full")),
+        ("activation_checkpoint:\n  mode: off\n", Config()),
+        ("pp_size: 2\nenable_compile: true\n", Config(pp_size=2, enable_compile=True)),
+    ],
+)
+def test_yaml_means_what_it_says(tmp_path, text, config):
+    assert loaded(tmp_path, text) == config
+
+
+def test_bad_yaml_names_the_file_and_the_line(tmp_path):
+    with pytest.raises(UnreadableFileError, match=r"config '.*memopt.yaml' cannot be read: line 2: "):
+        loaded(tmp_path, "activation_swap: attention\npp_size: 1: 2\n")
+
+
+@pytest.mark.parametrize("text", ["- attention\n", "attention\n"])
+def test_yaml_without_keys_is_refused(tmp_path, text):
+    with pytest.raises(UnreadableFileError, match="no 'key: value' lines"):
+        loaded(tmp_path, text)
+
+
+def test_bytes_that_are_no_text_are_refused(tmp_path):
+    (tmp_path / "memopt.yaml").write_bytes(b"\xff\xfe\x00\x01\x02")
+    with pytest.raises(UnreadableFileError):
+        load_config(tmp_path / "memopt.yaml")
+
+
+def test_a_missing_file_is_named(tmp_path):
+    with pytest.raises(UnreadableFileError, match=r"nothing\.yaml' cannot be read: No such file"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"enable_compile": True}, "activation_swap='attention' is incompatible with torch.compile"),
+        (
+            {"activation_checkpoint": "full"},
+            "activation_swap='attention' is incompatible with activation checkpointing",
+        ),
+        (
+            {"activation_checkpoint": "selective"},
+            "activation_swap='attention' is incompatible with activation checkpointing",
+        ),
+        ({"pp_size": 2}, "activation_swap='attention' does not support pipeline parallelism"),
+        (
+            {"backend": "mindspore"},
+            "activation_swap='attention' supports only the PyTorch backend (backend='torch'), not 'mindspore'",
+        ),
+    ],
+)
+def test_what_attention_swap_excludes(options, message):
+    validate_attention_swap(Config(**options))
+    config = Config(activation_swap="attention", **options)
+    for check in (validate_attention_swap, passes_for):
+        with pytest.raises(IncompatibleError) as error:
+            check(config)
+        assert str(error.value) == message
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_checkpointing_alone_says_that_it_is_not_implemented(mode):
+    with pytest.raises(RequestError, match=f"activation_checkpoint='{mode}' is not implemented in this version"):
+        passes_for(Config(activation_checkpoint=mode))
+
+
+def test_every_error_is_a_value_error():
+    assert issubclass(MemoptError, ValueError)
