@@ -63,8 +63,8 @@ class Group:
         self.engine.copy_out(self.slots(), self.counters)
 
     def slots(self) -> list[Slot]:
-        """Return the slots that backward still needs."""
-        return [slot for slot in (ref() for ref in self._slots) if slot is not None]
+        """Return the slots that backward still needs, each once."""
+        return list(dict.fromkeys(slot for ref in self._slots if (slot := ref()) is not None))
 
     def reach(self) -> None:
         """Note that backward is here: bring the rest of this group back, and the one before it."""
