@@ -32,6 +32,8 @@ def run_region(
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
         _refuse_compile(region.fqn)
+    if _is_graph_traced():
+        raise GraphCompileError(region.fqn)
     device = _device(module, args, kwargs) if _saves(module) else None
     if device is None:
         return forward(*args, **kwargs)
@@ -65,6 +67,15 @@ def _saves(module: nn.Module) -> bool:
         and not any(inside is module for inside in _inside.modules)
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    )
+
+
+def _is_graph_traced() -> bool:
+    """Tell whether torch.jit, torch.fx or make_fx is recording this call."""
+    return (
+        torch._C._get_tracing_state() is not None
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or torch.fx._symbolic_trace.is_fx_symbolic_tracing()
     )
 
 

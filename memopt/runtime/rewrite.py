@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from memopt.errors import GraphCompileError
@@ -41,11 +42,18 @@ class _ForwardProperty:
     """``forward`` as a data descriptor: an instance-level forward (a hook, a patch) lies inside the region too."""
 
     def __init__(self, owner: type) -> None:
+        @functools.wraps(getattr(owner, _BASE).forward)
+        def unbound(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return run_region(module, super(owner, module).forward, args, kwargs)
+
         self._owner = owner
+        self._unbound = unbound
 
     def __get__(self, module: nn.Module | None, cls: type | None = None) -> Any:
         if module is None:
-            return getattr(self._owner, _BASE).forward
+            if torch.fx._symbolic_trace.is_fx_symbolic_tracing():  # fx takes the class's forward apart
+                raise GraphCompileError(self._owner.__name__)
+            return self._unbound
         inner = module.__dict__.get("forward")
         return RegionForward(module, super(self._owner, module).forward if inner is None else inner)
 
@@ -80,6 +88,7 @@ def rewritten_class(base: type) -> type:
         _BASE: base,
         "_get_name": get_name,
         "compile": refuse_compile,
+        "__prepare_scriptable__": refuse_compile,  # torch.jit.script asks every submodule for it
         "__reduce_ex__": reduce_ex,
         "__doc__": base.__doc__,
         "__module__": base.__module__,
