@@ -35,6 +35,11 @@ def test_the_margin_keeps_whole_targets_from_the_end(margin_mib, num_kept):
     assert list(actions(plan).values()) == ["swap"] * (3 - num_kept) + ["keep"] * num_kept
 
 
+def test_a_target_that_covers_nothing_is_no_margin():
+    plan = swapped(Save(owner=ATTN.format(0), shape=(4, 4)), margin_bytes=MIB)
+    assert actions(plan) == {ATTN.format(0): "swap"}
+
+
 def test_it_leaves_earlier_decisions_alone():
     earlier = Decision(action=Action.KEEP, by="a user", why="because", policy="attention")
     key = RegionKey(ATTN.format(0))
