@@ -24,7 +24,8 @@ def verdict(plan: Plan, totals: PlanAccount) -> Text:
     if not plan.decisions:
         return Text(f"Nothing is swapped: {activations} of activations stay on the device for backward.", style="bold")
     if not totals.swap_bytes:
-        return Text("Nothing is swapped: no saved tensor passes the policy and its margin.", style="bold yellow")
+        why = "all that passes the policy is margin" if totals.covered_bytes else "no saved tensor passes the policy"
+        return Text(f"Nothing is swapped: {why}.", style="bold yellow")
     share = totals.freed_bytes / saved_bytes(plan.graph.saved).activation_bytes
     return Text.assemble(
         ("Attention swap frees ", "bold"),

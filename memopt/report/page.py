@@ -1,10 +1,11 @@
 """The whole report, in the order in which it is read."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.rule import Rule
+from rich.table import Table
 from rich.text import Text
 
 from memopt.ir import Plan, PlanAccount, account
@@ -31,10 +32,22 @@ def _sections(plan: Plan, totals: PlanAccount) -> Iterator[RenderableType]:
         yield from _section("Targets", target_tables(fold_targets(totals.targets)))
     if plan.prefetch_chain:
         yield from _section("Prefetch chain", chain_text(plan))
-    weights = Text(weights_sentence(plan.graph), style="dim")
-    yield from _section("All activations saved for backward", saved_table(plan.graph), "", weights)
+    yield from _section("All activations saved for backward", saved_table(plan.graph), *_weights(plan))
     if notes := notes_of(plan):
-        yield from _section("Notes", *(Text(f"- {note}") for note in notes))
+        yield from _section("Notes", bullets(notes))
+
+
+def bullets(notes: Iterable[str]) -> RenderableType:
+    """Return notes as a list whose lines hang."""
+    table = Table.grid(padding=(0, 1, 0, 0))
+    for note in notes:
+        table.add_row("-", Text(note))
+    return table
+
+
+def _weights(plan: Plan) -> tuple[RenderableType, ...]:
+    sentence = weights_sentence(plan.graph)
+    return ("", Text(sentence, style="dim")) if sentence else ()
 
 
 def chain_text(plan: Plan) -> Text:

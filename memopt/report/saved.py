@@ -25,8 +25,10 @@ def saved_table(graph: ModuleGraph) -> RenderableType:
 
 
 def weights_sentence(graph: ModuleGraph) -> str:
-    """Return that saved weights are no extra memory."""
+    """Return that saved weights are no extra memory; empty where none are."""
     weights = saved_bytes(graph.saved).parameter_bytes
+    if not weights:
+        return ""
     return f"Backward also reads {format_bytes(weights)} of weights and buffers, which are there anyway."
 
 

@@ -36,8 +36,8 @@ def copy_sentence(totals: PlanAccount) -> str:
 def _sums(totals: PlanAccount) -> Iterator[tuple[str, str, str]]:
     """Yield (what, how much, meaning); what is nothing is left out."""
     swapped = sum(target.action is Action.SWAP for target in totals.targets)
-    copied = f"{totals.num_tensors} tensors of {_modules(swapped)}"
-    yield "covered by the policy", format_bytes(totals.covered_bytes), f"in {_modules(len(totals.targets))}"
+    copied = f"{count_noun(totals.num_tensors, 'tensor')} of {count_noun(swapped, 'module')}"
+    yield "covered by the policy", format_bytes(totals.covered_bytes), f"in {count_noun(len(totals.targets), 'module')}"
     if margin := totals.covered_bytes - totals.swap_bytes:
         yield "stays on as margin", format_bytes(margin), "it would go out and come straight back"
     yield "copied out and back a step", format_bytes(totals.swap_bytes), copied
@@ -46,5 +46,6 @@ def _sums(totals: PlanAccount) -> Iterator[tuple[str, str, str]]:
     yield "really freed", format_bytes(totals.freed_bytes), "off the device between forward and backward"
 
 
-def _modules(count: int) -> str:
-    return "1 module" if count == 1 else f"{count} modules"
+def count_noun(count: int, noun: str) -> str:
+    """Return a count and its noun, e.g. ``1 module``, ``48 modules``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
