@@ -81,3 +81,13 @@ class GraphCompileError(MemoptError, AssertionError):
             f"memopt: {fqn!r} is rewritten and runs eagerly only; take it out of torch.compile / export / jit, "
             "or call memopt.undo(model) first"
         )
+
+
+class SavedTensorModifiedError(MemoptError, RuntimeError):
+    """A saved tensor was written to in place before backward needed it; torch's own check is off under hooks."""
+
+    def __init__(self, fqn: str, shape: tuple[int, ...], saved_version: int, version: int) -> None:
+        super().__init__(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of shape {list(shape)} saved in {fqn!r} is at version {version}; expected version {saved_version}"
+        )

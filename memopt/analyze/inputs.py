@@ -1,0 +1,56 @@
+"""The batch that a model is traced with."""
+
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.errors import RequestError
+
+
+def example_inputs(model: nn.Module, *, batch_size: int, seq_length: int) -> dict[str, Any]:
+    """Return a batch of token ids (batch_size, seq_length) with labels, as a causal language model is trained.
+
+    Raises RequestError for a model whose forward takes no `input_ids`.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    if "input_ids" not in parameters:
+        raise RequestError(f"{type(model).__name__}.forward takes no input_ids; pass example inputs: analyze(model, inputs)")
+    ids = torch.zeros(batch_size, seq_length, dtype=torch.long)
+    inputs: dict[str, Any] = {"input_ids": ids}
+    if "labels" in parameters:
+        inputs["labels"] = ids.clone()
+    if "use_cache" in parameters:
+        inputs["use_cache"] = False  # as transformers' Trainer does; a cache would hold every key and value
+    return inputs
+
+
+def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return inputs as arguments of forward: a mapping by keyword, a tensor, tuple or list by position."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    if isinstance(inputs, (tuple, list)):
+        return tuple(inputs), {}
+    return (inputs,), {}
+
+
+def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:
+    """Return (batch_size, seq_length) as the first tensor among the inputs tells them."""
+    for value in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args, *kwargs.values()):
+        if isinstance(value, torch.Tensor) and value.dim() > 0:
+            return value.shape[0], value.shape[1] if value.dim() > 1 else 1
+    return 1, 1
+
+
+def all_attended(kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether the batch has no padding; a mask with padding is materialized by the model, one without is not."""
+    mask = kwargs.get("attention_mask")
+    return not isinstance(mask, torch.Tensor) or bool((mask != 0).all())
+
+
+def is_packed(kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether position ids restart within a row, i.e. several sequences share it."""
+    ids = kwargs.get("position_ids")
+    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and bool((ids.diff(dim=-1) != 1).any())

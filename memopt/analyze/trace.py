@@ -1,0 +1,143 @@
+"""Trace a model into a ModuleGraph: one training forward of a fake twin, observed."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedFakeTensorException,
+)
+from torch.utils._pytree import tree_map_only
+
+from memopt.analyze.build import build_graph, dtype_name
+from memopt.analyze.fake import RealBranches, TraceMode, like_a_real_run
+from memopt.analyze.inputs import all_attended, as_call, batch_shape, example_inputs, is_packed
+from memopt.analyze.observe import Observation, observe
+from memopt.analyze.roles import name_saves
+from memopt.analyze.twin import twin_of_config, twin_of_model
+from memopt.errors import IllegalValueError, TraceError
+from memopt.ir import ModuleGraph, TraceInput
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TARGET_DEVICES = ("cuda", "cpu")
+
+
+def analyze(
+    model: Any,
+    inputs: Any = None,
+    *,
+    batch_size: int = 1,
+    seq_length: int = 1024,
+    dtype: str = "bfloat16",
+    autocast: str = "none",
+    attn_implementation: str = "sdpa",
+    target_device: str | None = None,
+    name: str | None = None,
+) -> ModuleGraph:
+    """Measure what autograd saves in one training forward of a live model or of a config without weights.
+
+    `inputs` are what forward takes: a mapping, or a tensor or tuple by position; without them a batch of token ids
+    (batch_size, seq_length) is made. `dtype` and `attn_implementation` are for a config: a live model has its own.
+    The live model is not run and does not change. `target_device` is where it will train: ``cuda`` needs no GPU, and
+    is the default for a config; a live model's is where it is.
+
+    Raises IllegalValueError, and TraceError for a model that fake tensors cannot run.
+    """
+    _check("dtype", dtype, DTYPES)
+    _check("autocast", autocast, ("none", "bfloat16", "float16"))
+    mode = TraceMode()
+    if isinstance(model, nn.Module):
+        target_device = target_device or _device_type(model)
+        twin = twin_of_model(model, mode)
+    else:
+        target_device = target_device or "cuda"
+        twin = twin_of_config(model, mode, dtype=DTYPES[dtype], attn_implementation=attn_implementation)
+    _check("target_device", target_device, TARGET_DEVICES)
+    if inputs is None:
+        inputs = example_inputs(twin, batch_size=batch_size, seq_length=seq_length)
+    args, kwargs = as_call(inputs)
+    seen = _observe_fake(twin, mode, args, kwargs, target_device=target_device, autocast=autocast)
+    trace_input = _trace_input(twin, args, kwargs, autocast=autocast, target_device=target_device)
+    notes = _notes(twin, autocast=autocast, target_device=target_device)
+    return build_graph(twin, seen, name=name or _name(model), trace_input=trace_input, notes=notes)
+
+
+def _observe_fake(
+    twin: nn.Module,
+    mode: TraceMode,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    *,
+    target_device: str,
+    autocast: str,
+) -> Observation:
+    branches = RealBranches(target_device=target_device, all_attended=all_attended(kwargs))
+    fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
+    device = _device_type(twin)
+    seen = Observation()
+    with ExitStack() as stack:
+        stack.enter_context(_trace_errors(twin, seen))
+        stack.enter_context(like_a_real_run(packed=is_packed(kwargs)))
+        stack.enter_context(mode)
+        stack.enter_context(branches)
+        if autocast != "none":
+            stack.enter_context(torch.autocast(device, dtype=DTYPES[autocast]))
+        observe(twin, fake_args, fake_kwargs, seen=seen)
+        name_saves(seen)
+    return seen
+
+
+@contextmanager
+def _trace_errors(twin: nn.Module, seen: Observation) -> Iterator[None]:
+    """Turn what fake tensors cannot do into an error that names the module and the way out."""
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
+        where = seen.active[-1].fqn if seen.active else ""
+        raise TraceError(
+            f"{type(twin).__name__} cannot be traced without data: {where or 'its forward'!r} asks for the values of a "
+            f"tensor ({error}); if a config switch (experts implementation, layerdrop, masks) avoids that, set it"
+        ) from error
+
+
+def _trace_input(
+    twin: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, autocast: str, target_device: str
+) -> TraceInput:
+    batch_size, seq_length = batch_shape(args, kwargs)
+    config = getattr(twin, "config", None)
+    dtypes = {p.dtype for p in twin.parameters()}
+    return TraceInput(
+        batch_size=batch_size,
+        seq_length=seq_length,
+        dtype=dtype_name(dtypes.pop()) if len(dtypes) == 1 else "mixed" if dtypes else "none",
+        autocast=autocast,
+        attn_implementation=getattr(config, "_attn_implementation", None) or "none",
+        target_device=target_device,
+    )
+
+
+def _notes(twin: nn.Module, *, autocast: str, target_device: str) -> tuple[str, ...]:
+    notes = []
+    if autocast != "none" and target_device != _device_type(twin):
+        notes.append(
+            f"autocast was traced with the CPU's list of ops; on {target_device} a few more run in float32"
+        )
+    return tuple(notes)
+
+
+def _device_type(model: nn.Module) -> str:
+    return next((p.device.type for p in model.parameters()), "cpu")
+
+
+def _name(model: Any) -> str:
+    config = model.config if isinstance(model, nn.Module) and hasattr(model, "config") else model
+    return getattr(config, "name_or_path", "") or type(model).__name__
+
+
+def _check(key: str, value: str, legal: Any) -> None:
+    if value not in legal:
+        raise IllegalValueError(key, value, ", ".join(legal))

@@ -1,0 +1,64 @@
+"""CUDA, XPU, NPU: pinned host memory and two copy streams, since the bus is duplex."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from memopt.runtime.backends.base import Copies, Event
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEvent:
+    """An event on a copy stream, and the compute stream whose work the copies followed."""
+
+    native: torch.Event
+    origin: torch.Stream
+
+    def done(self) -> bool:
+        """Tell whether the device has passed the event."""
+        return self.native.query()
+
+
+class AcceleratorBackend:
+    """Copy on side streams of one accelerator; every edge between streams is an event."""
+
+    slab_bytes = 256 << 20
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._out = torch.Stream(device)
+        self._in = torch.Stream(device)
+
+    def allocate_host(self, num_bytes: int) -> torch.Tensor:
+        """Return pinned memory."""
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy_out(self, copies: Copies) -> StreamEvent:
+        """Copy device to host on the copy-out stream, after the current stream."""
+        return self._copy(self._out, copies, ())
+
+    def copy_in(self, copies: Copies, after: Sequence[Event]) -> StreamEvent:
+        """Copy host to device on the copy-in stream, after the current stream, in which the targets were allocated."""
+        return self._copy(self._in, copies, after)
+
+    def wait(self, event: Event) -> None:
+        """Make the current stream wait."""
+        assert isinstance(event, StreamEvent)
+        torch.accelerator.current_stream(self.device).wait_event(event.native)
+
+    def release_after(self, event: Event) -> None:
+        """Make the stream that the copied tensors belong to wait: its allocator may then hand their memory out."""
+        assert isinstance(event, StreamEvent)
+        event.origin.wait_event(event.native)
+
+    def _copy(self, stream: torch.Stream, copies: Copies, after: Sequence[Event]) -> StreamEvent:
+        origin = torch.accelerator.current_stream(self.device)
+        stream.wait_event(origin.record_event())
+        for event in after:
+            assert isinstance(event, StreamEvent)
+            stream.wait_event(event.native)
+        with stream:
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        return StreamEvent(stream.record_event(), origin)

@@ -1,0 +1,173 @@
+"""The swap engine of one device: it owns the streams, the host pool and the order of copies. Ownership is the slots'."""
+
+import threading
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memopt.runtime.backends import Backend, Event, backend_for
+from memopt.runtime.counters import Counters
+from memopt.runtime.host_memory import available_host_bytes
+from memopt.runtime.pool import HostPool
+from memopt.runtime.slot import Leftover, Slot, State
+from memopt.tensors import storage_key
+from memopt.units import format_bytes
+
+IN_FLIGHT_BYTES = 512 << 20
+"""How many bytes may be on their way out before the computation waits for the oldest of them."""
+HOST_SHARE = 0.8
+"""How much of the host memory that is available at the start the pool may take."""
+
+
+class Engine:
+    """Swap storages of one device out to the host and back."""
+
+    def __init__(self, backend: Backend, *, cap_bytes: int | None = None) -> None:
+        cap_bytes = int(available_host_bytes() * HOST_SHARE) if cap_bytes is None else cap_bytes
+        self.backend = backend
+        self.pool = HostPool(backend.allocate_host, cap_bytes=cap_bytes, slab_bytes=backend.slab_bytes)
+        self.leftovers: deque[Leftover] = deque()
+        self._pending: list[Leftover] = []
+        self._slots: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Slot]]] = {}
+        """By (storage, version); the weak reference keeps the storage's address from being given to another one."""
+        self._leaving: deque[tuple[Event, int, list[weakref.ref[Slot]]]] = deque()
+        self._leaving_bytes = 0
+        self._warned = False
+        self._lock = threading.RLock()
+
+    def slot_for(self, tensor: torch.Tensor, counters: Counters) -> Slot:
+        """Return the slot of a tensor's storage at its present version; a second save shares the first one's."""
+        key = (storage_key(tensor), tensor._version)
+        with self._lock:
+            if (known := self._slots.get(key)) and (slot := known[1]()) is not None:
+                return slot
+            slot = Slot(self, key, tensor)
+            self._slots[key] = (StorageWeakRef(tensor.untyped_storage()), weakref.ref(slot))
+        counters.registered_tensors += 1
+        counters.registered_bytes += slot.num_bytes
+        return slot
+
+    def copy_out(self, slots: Iterable[Slot], counters: Counters) -> None:
+        """Start copying to the host what is only on the device; give back the memory of what has arrived."""
+        with self._lock:
+            self.collect()
+            moving = [slot for slot in slots if self._can_leave(slot)]
+            if moving:
+                copies = [(slot.flat(), slot.host.memory) for slot in moving if slot.host is not None]
+                event = self.backend.copy_out(copies)
+                self._leave(moving, event)
+                counters.copied_out_tensors += len(moving)
+                counters.copied_out_bytes += sum(slot.num_bytes for slot in moving)
+            self._settle(IN_FLIGHT_BYTES)
+
+    def load(self, slots: Iterable[Slot], counters: Counters) -> None:
+        """Start copying back what is on the host; what has not left the device yet just stays there."""
+        with self._lock:
+            self.collect()
+            coming = []
+            for slot in slots:
+                if slot.state is State.OFFLOADING:
+                    slot.state = State.STAYING
+                elif slot.state is State.HOST:
+                    coming.append(slot)
+            if coming:
+                self._load(coming)
+                counters.copied_in_tensors += len(coming)
+                counters.copied_in_bytes += sum(slot.num_bytes for slot in coming)
+
+    def storage_of(self, slot: Slot, counters: Counters) -> torch.UntypedStorage:
+        """Return a slot's storage on the device, once the computation may read it."""
+        with self._lock:
+            if slot.state is State.HOST:
+                self.load([slot], counters)
+            if slot.state is State.LOADING:
+                assert slot.event is not None
+                self.backend.wait(slot.event)
+                slot.state = State.RESIDENT
+            assert slot.device is not None
+            return slot.device.untyped_storage()
+
+    def collect(self) -> None:
+        """Give back to the pool what dead slots left, as far as no copy uses it any more."""
+        with self._lock:
+            while self.leftovers:
+                self._pending.append(self.leftovers.popleft())
+            waiting = []
+            for left in self._pending:
+                if left.event is not None and not left.event.done():
+                    waiting.append(left)
+                    continue
+                if left.host is not None:
+                    self.pool.give(left.host)
+                if (known := self._slots.get(left.key)) and known[1]() is None:
+                    del self._slots[left.key]
+            self._pending = waiting
+
+    def finish(self) -> None:
+        """Wait for every copy that is on its way out and collect."""
+        with self._lock:
+            self._settle(0)
+            self.collect()
+
+    def _can_leave(self, slot: Slot) -> bool:
+        """Take host memory for a slot that is still to be copied out."""
+        if slot.state is not State.RESIDENT or slot.host is not None:
+            return False
+        assert slot.device is not None
+        if slot.device._version != slot.version:
+            slot.state, slot.device = State.STALE, None
+            return False
+        slot.host = self.pool.take(slot.num_bytes)
+        if slot.host is None and not self._warned:
+            self._warned = True
+            warnings.warn(
+                f"memopt: the host pool is full at {format_bytes(self.pool.held_bytes)} "
+                f"(cap {format_bytes(self.pool.cap_bytes)}); further tensors stay on the device",
+                stacklevel=2,
+            )
+        return slot.host is not None
+
+    def _leave(self, slots: list[Slot], event: Event) -> None:
+        for slot in slots:
+            slot.state, slot.event = State.OFFLOADING, event
+        num_bytes = sum(slot.num_bytes for slot in slots)
+        self._leaving.append((event, num_bytes, [weakref.ref(slot) for slot in slots]))
+        self._leaving_bytes += num_bytes
+
+    def _settle(self, limit_bytes: int) -> None:
+        """Drop the device copies of what has arrived; wait for the oldest while more than the limit is under way."""
+        while self._leaving and (self._leaving[0][0].done() or self._leaving_bytes > limit_bytes):
+            event, num_bytes, slots = self._leaving.popleft()
+            self._leaving_bytes -= num_bytes
+            if not event.done():
+                self.backend.release_after(event)
+            for slot in filter(None, (ref() for ref in slots)):
+                if slot.state is State.OFFLOADING:
+                    slot.state, slot.device = State.HOST, None
+
+    def _load(self, slots: list[Slot]) -> None:
+        copies, after = [], []
+        for slot in slots:
+            assert slot.host is not None and slot.event is not None
+            slot.device = torch.empty(slot.num_bytes, dtype=torch.uint8, device=self.backend.device)
+            copies.append((slot.host.memory, slot.device))
+            after.append(slot.event)
+        event = self.backend.copy_in(copies, after)
+        for slot in slots:
+            slot.state, slot.event = State.LOADING, event
+
+
+_ENGINES: dict[torch.device, Engine] = {}
+_ENGINES_LOCK = threading.Lock()
+
+
+def engine_of(device: torch.device) -> Engine:
+    """Return the engine of a device, made when first asked for."""
+    with _ENGINES_LOCK:
+        if device not in _ENGINES:
+            _ENGINES[device] = Engine(backend_for(device))
+        return _ENGINES[device]

@@ -1,0 +1,82 @@
+"""The forward of a rewritten module: open a group, save through its hooks, close it."""
+
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.errors import GraphCompileError
+from memopt.runtime.engine import engine_of
+from memopt.runtime.group import Group, counters_of, link, unpack
+from memopt.runtime.region import Region, previous_of, region_of
+
+
+class _Inside(threading.local):
+    """The rewritten modules that this thread is in the forward of."""
+
+    def __init__(self) -> None:
+        self.modules: list[nn.Module] = []
+
+
+_inside = _Inside()
+
+
+def run_region(
+    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a module's forward with its saves going through a group; where there is nothing to save, just call it."""
+    region = region_of(module)
+    if region is None:  # a forward that was read before memopt.undo
+        return forward(*args, **kwargs)
+    if torch.compiler.is_compiling():
+        _refuse_compile(region.fqn)
+    device = _device(module, args, kwargs) if _saves(module) else None
+    if device is None:
+        return forward(*args, **kwargs)
+    return _run(module, region, device, forward, args, kwargs)
+
+
+def _run(
+    module: nn.Module,
+    region: Region,
+    device: torch.device,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    group = Group(region, engine_of(device), counters_of(module), module)
+    link(group, module, previous_of(module))
+    _inside.modules.append(module)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(group.pack, unpack):
+            output = forward(*args, **kwargs)
+    finally:
+        _inside.modules.pop()
+    group.close()
+    return output
+
+
+def _saves(module: nn.Module) -> bool:
+    """Tell whether autograd will save real tensors, and no call of this module around us sees to them already."""
+    return (
+        torch.is_grad_enabled()
+        and not any(inside is module for inside in _inside.modules)
+        and torch._C._functorch.peek_interpreter_stack() is None
+        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+    )
+
+
+def _device(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
+    """Return where a region computes: at its parameters, else at its first tensor argument."""
+    tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
+    first = next(module.parameters(), None)
+    first = next(tensors, None) if first is None else first
+    return None if first is None or first.device.type == "meta" else first.device
+
+
+@torch.compiler.assume_constant_result
+def _refuse_compile(fqn: str) -> None:
+    """Raise where a graph compiler sees it: a plain raise would be swallowed by a graph break."""
+    raise GraphCompileError(fqn)

@@ -1,0 +1,33 @@
+"""Policies on live tensors: the arithmetic of `memopt.ir.policy`, asked about a torch.Tensor."""
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
+
+from memopt.ir import CheckpointPolicy, attention_keep_reason
+
+SWAPS = frozenset(
+    {CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_CPU_OFFLOAD}
+    | ({TorchPolicy.MUST_CPU_OFFLOAD} if hasattr(TorchPolicy, "MUST_CPU_OFFLOAD") else set())
+)
+"""The answers of a policy that mean: swap."""
+
+
+def attention_swap_policy(tensor: torch.Tensor) -> CheckpointPolicy:
+    """Return MUST_SWAP for what attention swap moves, else MUST_SAVE (RFC section 6.2)."""
+    reason = attention_keep_reason(
+        requires_grad=tensor.requires_grad,
+        num_dims=tensor.dim(),
+        tensor_bytes=tensor.numel() * tensor.element_size(),
+        storage_bytes=tensor.untyped_storage().nbytes(),
+    )
+    return CheckpointPolicy.MUST_SWAP if reason is None else CheckpointPolicy.MUST_SAVE
+
+
+TENSOR_POLICIES: MappingProxyType[str, Callable[[torch.Tensor], Any]] = MappingProxyType(
+    {"attention": attention_swap_policy}
+)
+"""By the name that a decision gives, a key of `memopt.ir.policy.POLICIES`."""

@@ -1,0 +1,82 @@
+"""Host memory for swapped storages: large slabs, cut to size, under one byte cap."""
+
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+ALIGNMENT_BYTES = 512
+SLAB_BYTES = 256 << 20
+"""A power of two: the pinned allocator rounds every request up to one, so a slab wastes nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A piece of a slab; `memory` is a flat uint8 tensor of exactly the bytes asked for."""
+
+    memory: torch.Tensor
+    slab: int
+    start: int
+    size: int
+
+
+class HostPool:
+    """Hand out and take back blocks of host memory. Not thread-safe: its engine holds the lock."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], *, cap_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
+        self._allocate = allocate
+        self._slab_bytes = slab_bytes
+        self._slabs: list[torch.Tensor] = []
+        self._gaps: list[list[tuple[int, int]]] = []
+        """Per slab, its free (start, size) pieces by start."""
+        self.cap_bytes = cap_bytes
+        self.held_bytes = 0
+        self.in_use_bytes = 0
+
+    def take(self, num_bytes: int) -> Block | None:
+        """Return a block, or None if the cap does not allow it."""
+        size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        slab, gap = self._find(size)
+        if slab < 0:
+            if not self._grow(size):
+                return None
+            slab, gap = len(self._slabs) - 1, 0
+        start, length = self._gaps[slab][gap]
+        self._gaps[slab][gap : gap + 1] = [(start + size, length - size)] if length > size else []
+        self.in_use_bytes += size
+        return Block(self._slabs[slab][start : start + num_bytes], slab, start, size)
+
+    def give(self, block: Block) -> None:
+        """Take a block back and join it with the free pieces beside it."""
+        gaps = self._gaps[block.slab]
+        start, size = block.start, block.size
+        at = bisect_left(gaps, (start, 0))
+        if at < len(gaps) and gaps[at][0] == start + size:
+            size += gaps.pop(at)[1]
+        if at > 0 and sum(gaps[at - 1]) == start:
+            at -= 1
+            start, size = gaps[at][0], size + gaps.pop(at)[1]
+        gaps.insert(at, (start, size))
+        self.in_use_bytes -= block.size
+
+    def _find(self, size: int) -> tuple[int, int]:
+        for slab, gaps in enumerate(self._gaps):
+            for at, (_, length) in enumerate(gaps):
+                if length >= size:
+                    return slab, at
+        return -1, -1
+
+    def _grow(self, size: int) -> bool:
+        num_bytes = max(self._slab_bytes, 1 << (size - 1).bit_length())
+        if self.held_bytes + num_bytes > self.cap_bytes:
+            num_bytes = size
+        if self.held_bytes + num_bytes > self.cap_bytes:
+            return False
+        try:
+            self._slabs.append(self._allocate(num_bytes))
+        except RuntimeError:  # the host has less than the cap promised
+            return False
+        self._gaps.append([(0, num_bytes)])
+        self.held_bytes += num_bytes
+        return True

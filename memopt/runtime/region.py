@@ -1,0 +1,48 @@
+"""What a rewritten module carries in its instance dict: values and a reference to its neighbor, nothing that runs."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from memopt.ir import Action
+
+REGION = "_memopt_region"
+"""The attribute of a rewritten module's Region."""
+PREVIOUS = "_memopt_previous"
+"""The attribute of the Neighbor before it in the prefetch chain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """What a rewritten module is to do; a value, so that it can be compared, copied and pickled with the module."""
+
+    fqn: str
+    action: Action
+    policy: str
+
+
+class Neighbor:
+    """A reference to another module that follows a deep copy of the model, but makes no copy of its own."""
+
+    __slots__ = ("module",)
+
+    def __init__(self, module: nn.Module | None) -> None:
+        self.module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Neighbor":
+        return Neighbor(memo.get(id(self.module)))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Neighbor, (self.module,)
+
+
+def region_of(module: nn.Module) -> Region | None:
+    """Return what a module was rewritten to do, or None."""
+    return module.__dict__.get(REGION)
+
+
+def previous_of(module: nn.Module) -> nn.Module | None:
+    """Return the module before it in the prefetch chain, or None."""
+    neighbor: Neighbor | None = module.__dict__.get(PREVIOUS)
+    return neighbor.module if neighbor else None

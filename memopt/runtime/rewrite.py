@@ -1,0 +1,127 @@
+"""Rewrite a module by swapping its class for a generated subclass, as FSDP2 does; keys, names and isinstance stay."""
+
+import copyreg
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from memopt.errors import GraphCompileError
+from memopt.runtime.forward import run_region
+from memopt.runtime.region import PREVIOUS, REGION, region_of
+
+_BASE = "_memopt_base"
+"""The class attribute by which a generated class is known: the class that it stands in front of."""
+
+
+class RegionForward:
+    """The forward of a rewritten module as it was when it was read; looks like the function it wraps."""
+
+    __slots__ = ("__wrapped__", "_module")
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._module = module
+        self.__wrapped__ = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return run_region(self._module, self.__wrapped__, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self.__slots__:  # half-built, in a copy or a pickle
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RegionForward, (self._module, self.__wrapped__)
+
+
+class _ForwardProperty:
+    """``forward`` as a data descriptor: an instance-level forward (a hook, a patch) lies inside the region too."""
+
+    def __init__(self, owner: type) -> None:
+        self._owner = owner
+
+    def __get__(self, module: nn.Module | None, cls: type | None = None) -> Any:
+        if module is None:
+            return getattr(self._owner, _BASE).forward
+        inner = module.__dict__.get("forward")
+        return RegionForward(module, super(self._owner, module).forward if inner is None else inner)
+
+    def __set__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        module.__dict__["forward"] = forward
+
+    def __delete__(self, module: nn.Module) -> None:
+        try:
+            del module.__dict__["forward"]
+        except KeyError:
+            raise AttributeError("forward") from None
+
+
+@functools.cache
+def rewritten_class(base: type) -> type:
+    """Return the subclass of a module class whose forward runs in a region."""
+
+    def get_name(self: nn.Module) -> str:
+        region = region_of(self)
+        return f"{base.__name__}[{region.policy} {region.action}]" if region else base.__name__
+
+    def refuse_compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        raise GraphCompileError(base.__name__)
+
+    def reduce_ex(self: nn.Module, protocol: Any) -> Any:
+        reduced = super(made, self).__reduce_ex__(protocol)  # type: ignore[misc]
+        if isinstance(reduced, tuple) and reduced[:2] == (copyreg.__newobj__, (made,)):  # type: ignore[attr-defined]
+            return _new_rewritten, (base,), *reduced[2:]
+        return reduced
+
+    body = {
+        _BASE: base,
+        "_get_name": get_name,
+        "compile": refuse_compile,
+        "__reduce_ex__": reduce_ex,
+        "__doc__": base.__doc__,
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+    }
+    made = types.new_class(base.__name__, (base,), exec_body=lambda namespace: namespace.update(body))
+    made.forward = _ForwardProperty(made)  # type: ignore[attr-defined]
+    return made
+
+
+def is_rewritten(module: nn.Module) -> bool:
+    """Tell whether a module has a generated class of ours in its ancestry."""
+    return hasattr(type(module), _BASE)
+
+
+def rewrite_module(module: nn.Module) -> None:
+    """Put our class in front of a module's class."""
+    module.__class__ = rewritten_class(type(module))
+
+
+def restore_module(module: nn.Module) -> None:
+    """Take our class out of a module's ancestry, whatever was put on top of it since, and forget its region."""
+    if is_rewritten(module):
+        module.__class__ = _without_ours(type(module))
+    module.__dict__.pop(REGION, None)
+    module.__dict__.pop(PREVIOUS, None)
+
+
+@functools.cache
+def _without_ours(cls: type) -> type:
+    if _BASE in cls.__dict__:
+        base: type = getattr(cls, _BASE)
+        return base
+    bases = tuple(_without_ours(base) if hasattr(base, _BASE) else base for base in cls.__bases__)
+    if bases == cls.__bases__:
+        return cls
+    body = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(cls)(cls.__name__, bases, body)
+
+
+def _new_rewritten(base: type) -> nn.Module:
+    """Return an instance without state, for pickle and deepcopy, which cannot find a generated class by name."""
+    cls = rewritten_class(base)
+    made: nn.Module = cls.__new__(cls)
+    return made

@@ -1,0 +1,59 @@
+"""What a saved tensor is to torch: its storage, and whether it is a parameter. Analysis and runtime must agree on this."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from memopt.ir.graph import Kind
+
+MAX_CAST_CHAIN = 4
+"""How many view and cast nodes may lie between a parameter and its cast: ``weight.to(bf16).t()`` has two."""
+
+_VIEWS_AND_CASTS = frozenset(
+    {
+        "AliasBackward0", "AsStridedBackward0", "CloneBackward0", "DetachBackward0", "ExpandBackward0",
+        "PermuteBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SqueezeBackward0",
+        "SqueezeBackward1", "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
+        "UnsqueezeBackward0", "ViewBackward0",
+    }
+)  # fmt: skip
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return the identity of a tensor's storage; it is unique only while the storage or a weak reference lives."""
+    return tensor.untyped_storage()._cdata
+
+
+def storage_keys(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """Return the storages of several tensors; those without one (sparse) are left out."""
+    return frozenset(storage_key(t) for t in tensors if t.layout is torch.strided)
+
+
+def kind_of(tensor: torch.Tensor, parameters: frozenset[int], buffers: frozenset[int]) -> Kind:
+    """Tell what a saved tensor is, given the storages of the parameters and buffers around it.
+
+    Linear and expert weights reach autograd as views (``weight.t()``), autocast saves casts of them: neither is an
+    instance of `nn.Parameter`.
+    """
+    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
+        return Kind.PARAMETER
+    key = storage_key(tensor)
+    if key in parameters:
+        return Kind.PARAMETER
+    if key in buffers:
+        return Kind.BUFFER
+    return Kind.PARAMETER_CAST if _casts_a_parameter(tensor) else Kind.ACTIVATION
+
+
+def _casts_a_parameter(tensor: torch.Tensor) -> bool:
+    node = tensor.grad_fn
+    for _ in range(MAX_CAST_CHAIN + 1):
+        if node is None:
+            return False
+        if node.name() == "torch::autograd::AccumulateGrad":
+            return isinstance(node.variable, nn.Parameter)  # type: ignore[attr-defined]
+        if node.name() not in _VIEWS_AND_CASTS or len(node.next_functions) != 1:
+            return False
+        node = node.next_functions[0][0]
+    return False
