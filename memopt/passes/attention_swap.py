@@ -46,7 +46,7 @@ class AttentionSwap(Pass):
         if budget is None:
             budget = targets[-1].covered_bytes if len(targets) > 1 else 0
         kept: dict[str, Decision] = {}
-        for target in reversed(targets):
+        for target in reversed([target for target in targets if target.covered_bytes]):
             if target.covered_bytes > budget:
                 break
             budget -= target.covered_bytes

@@ -1,0 +1,1 @@
+"""The commands; the only owner of a console and of exit codes."""

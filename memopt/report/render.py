@@ -1,0 +1,38 @@
+"""Renderables as text, SVG and HTML that are the same on every machine."""
+
+import io
+
+from rich.console import Console, RenderableType
+
+WIDTH = 100
+
+
+def rendered(renderable: RenderableType, *, width: int = WIDTH) -> str:
+    """Return plain text without colour, whatever the terminal and its environment."""
+    file = io.StringIO()
+    Console(file=file, width=width, color_system=None, highlight=False, _environ={}).print(renderable)
+    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+
+
+def rendered_svg(renderable: RenderableType, *, title: str, width: int = WIDTH) -> str:
+    """Return one SVG picture in colour."""
+    return _recorded(renderable, width).export_svg(title=title, unique_id="memopt")
+
+
+def rendered_html(renderable: RenderableType, *, width: int = WIDTH) -> str:
+    """Return one self-contained HTML page in colour."""
+    return _recorded(renderable, width).export_html(inline_styles=True)
+
+
+def _recorded(renderable: RenderableType, width: int) -> Console:
+    console = Console(
+        file=io.StringIO(),
+        record=True,
+        width=width,
+        color_system="truecolor",
+        force_terminal=True,
+        highlight=False,
+        _environ={},
+    )
+    console.print(renderable)
+    return console

@@ -1,0 +1,197 @@
+"""Graphs and plans built by hand: no model, no torch, no clock."""
+
+import math
+from dataclasses import dataclass, field, replace
+
+from memopt.ir import (
+    Kind,
+    ModelFacts,
+    ModuleCall,
+    ModuleGraph,
+    ModuleNode,
+    Plan,
+    SavedTensor,
+    TraceInput,
+)
+from memopt.passes import Pipeline, parse_passes
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Save:
+    """One saved tensor, as a test writes it down; a storage has a name, and is new where none is given."""
+
+    owner: str
+    shape: tuple[int, ...]
+    node: str = "MmBackward0"
+    field: str = "self"
+    dtype: str = "float32"
+    storage: str | None = None
+    storage_bytes: int | None = None
+    requires_grad: bool = True
+    kind: Kind = Kind.ACTIVATION
+    occurrence: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Build:
+    """What else a graph says."""
+
+    name: str = "hand-made"
+    class_name: str = "Qwen3MoeForCausalLM"
+    classes: dict[str, str] = field(default_factory=dict)
+    aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    held: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    dtype: str = "float32"
+
+
+def mib_save(owner, num_mib=1, **options):
+    """Return a float32 save of so many MiB."""
+    return Save(owner=owner, shape=(num_mib, MIB // 4), **options)
+
+
+def graph_of(*saves, build=None):
+    """Return a graph of the modules that the saves name, each called once, in the order of the saves."""
+    build = build or Build()
+    storages: dict[str, int] = {}
+    saved = tuple(_tensor(index, save, storages) for index, save in enumerate(saves))
+    nodes = tuple(_node(fqn, build) for fqn in _fqns(saves))
+    calls = _calls([node.fqn for node in nodes], saved)
+    number = {call.fqn: call.index for call in calls}
+    return ModuleGraph(
+        model=ModelFacts(
+            name=build.name,
+            class_name=build.class_name,
+            num_parameters=30_532_122_624,
+            parameter_bytes=61_064_245_248,
+            transformers_version="5.17.0",
+        ),
+        input=TraceInput(
+            batch_size=1,
+            seq_length=1024,
+            dtype=build.dtype,
+            autocast="none",
+            attn_implementation="sdpa",
+            target_device="cuda",
+        ),
+        modules=nodes,
+        calls=calls,
+        saved=tuple(replace(tensor, call=number[tensor.owner]) for tensor in saved),
+        flows=(),
+        held=frozenset(storages[name] for name in build.held),
+        notes=build.notes,
+    )
+
+
+def plan_of(*saves, passes="attention-swap,prefetch-chain", build=None):
+    """Return what the passes decide about a graph of those saves."""
+    return Pipeline(parse_passes(passes)).run(Plan(graph=graph_of(*saves, build=build)))
+
+
+def qwen_layers(num_layers, *, tokens=1024):
+    """Return what decoder layers of Qwen3-30B-A3B save, in outline."""
+    return [save for layer in range(num_layers) for save in qwen_layer(layer, tokens=tokens)]
+
+
+def qwen_layer(layer, *, tokens):
+    """Return what one decoder layer saves: a norm, the attention, and its expert block."""
+    block, hidden = f"model.layers.{layer}", (tokens, 2048)
+    attn, entry, out = f"{block}.self_attn", f"{block} normed", f"{block} attended"
+    bf16 = {"dtype": "bfloat16"}
+    heads = (1, 32, tokens, 128)
+    sdpa = {"owner": attn, "node": "ScaledDotProductFlashAttentionBackward0", **bf16}
+    weight = {"kind": Kind.PARAMETER, "field": "mat2", **bf16}
+    return [
+        Save(owner=f"{block}.input_layernorm", node="MulBackward0", shape=hidden, dtype="float32"),
+        Save(owner=f"{attn}.q_proj", shape=hidden, storage=entry, **bf16),
+        Save(owner=f"{attn}.q_proj", shape=(2048, 4096), **weight),
+        Save(owner=f"{attn}.q_norm", node="PowBackward0", shape=(1, tokens, 32, 128), dtype="float32"),
+        Save(owner=f"{attn}.q_norm", node="RsqrtBackward0", shape=(1, tokens, 32, 1), dtype="float32", field="result"),
+        Save(owner=f"{attn}.k_proj", shape=hidden, storage=entry, **bf16),
+        Save(owner=f"{attn}.k_proj", shape=(2048, 512), **weight),
+        Save(owner=f"{attn}.v_proj", shape=hidden, storage=entry, **bf16),
+        Save(owner=f"{attn}.v_proj", shape=(2048, 512), **weight),
+        Save(owner=attn, node="MulBackward0", shape=(1, 1, tokens, 128), requires_grad=False, field="other", **bf16),
+        Save(**sdpa, field="query", shape=heads),
+        Save(**sdpa, field="key", shape=(1, 4, tokens, 128)),
+        Save(**sdpa, field="value", shape=(1, 4, tokens, 128)),
+        Save(**sdpa, field="output", shape=heads, storage=out),
+        Save(**{**sdpa, "dtype": "float32"}, field="logsumexp", shape=(1, 32, tokens), requires_grad=False),
+        Save(owner=f"{attn}.o_proj", shape=(tokens, 4096), storage=out, **bf16),
+        Save(owner=f"{attn}.o_proj", shape=(4096, 2048), **weight),
+        Save(owner=f"{block}.mlp.experts", node="GroupedMmBackward0", shape=(8 * tokens, 2048), **bf16),
+    ]
+
+
+QWEN = Build(
+    name="qwen3-30b-a3b",
+    dtype="bfloat16",
+    classes={
+        "self_attn": "Qwen3MoeAttention",
+        "experts": "Qwen3MoeExperts",
+        "mlp": "Qwen3MoeSparseMoeBlock",
+        "input_layernorm": "Qwen3MoeRMSNorm",
+        "q_norm": "Qwen3MoeRMSNorm",
+    },
+)
+
+
+def _tensor(index, save, storages):
+    num_bytes = math.prod(save.shape) * ITEM_BYTES[save.dtype]
+    storage = storages.setdefault(save.storage or f"storage {index}", len(storages))
+    return SavedTensor(
+        index=index,
+        call=0,
+        owner=save.owner,
+        node=save.node,
+        field=save.field,
+        occurrence=save.occurrence,
+        shape=save.shape,
+        stride=tuple(math.prod(save.shape[dim + 1 :]) for dim in range(len(save.shape))),
+        offset=0,
+        dtype=save.dtype,
+        tensor_bytes=num_bytes,
+        storage=storage,
+        storage_bytes=num_bytes if save.storage_bytes is None else save.storage_bytes,
+        requires_grad=save.requires_grad,
+        kind=save.kind,
+        maker=save.owner if save.kind is Kind.ACTIVATION else None,
+    )
+
+
+def _fqns(saves):
+    """Return every module that the saves name, with all around it, the root first."""
+    fqns = {"": None}
+    for save in saves:
+        parts = save.owner.split(".")
+        fqns |= {".".join(parts[:n]): None for n in range(1, len(parts) + 1)}
+    return sorted(fqns, key=lambda fqn: _first(fqn, saves))
+
+
+def _first(fqn, saves):
+    inside = [index for index, save in enumerate(saves) if _within(save.owner, fqn)]
+    return (min(inside, default=0), fqn.count(".") + bool(fqn))
+
+
+def _within(owner, fqn):
+    return not fqn or owner == fqn or owner.startswith(fqn + ".")
+
+
+def _node(fqn, build):
+    own = fqn.rpartition(".")[2]
+    class_name = build.classes.get(own, "Linear" if own.endswith("_proj") else own.capitalize() or build.class_name)
+    fqns = (fqn, *build.aliases.get(fqn, ()))
+    return ModuleNode(fqn=fqn, fqns=fqns, class_name=class_name, num_parameters=0, parameter_bytes=0)
+
+
+def _calls(fqns, saved):
+    calls = []
+    for index, fqn in enumerate(fqns):
+        inside = [tensor.index for tensor in saved if _within(tensor.owner, fqn)]
+        parent = fqns.index(fqn.rpartition(".")[0]) if fqn else None
+        first, end = (min(inside), max(inside) + 1) if inside else (0, 0)
+        calls.append(ModuleCall(index=index, fqn=fqn, parent=parent, first_save=first, end_save=end))
+    return tuple(calls)

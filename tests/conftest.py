@@ -1,0 +1,32 @@
+"""Golden files: one readable file a test and format, in ``__snapshots__`` beside the test."""
+
+import pytest
+from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
+
+
+class TextFile(SingleFileSnapshotExtension):
+    _write_mode = WriteMode.TEXT
+    file_extension = "txt"
+
+
+class JsonFile(TextFile):
+    file_extension = "json"
+
+
+class SvgFile(TextFile):
+    file_extension = "svg"
+
+
+@pytest.fixture
+def golden(snapshot):
+    return snapshot.use_extension(TextFile)
+
+
+@pytest.fixture
+def golden_json(snapshot):
+    return snapshot.use_extension(JsonFile)
+
+
+@pytest.fixture
+def golden_svg(snapshot):
+    return snapshot.use_extension(SvgFile)

@@ -1,0 +1,58 @@
+"""Plans refuse what contradicts them or their graph."""
+
+import pytest
+
+from memopt.errors import InvalidPlanError
+from memopt.ir import Action, Decision, Plan, RegionKey
+from tests.builders import Build, graph_of, mib_save
+
+SWAP = Decision(action=Action.SWAP, by="one", why="because", policy="attention")
+KEEP = Decision(action=Action.KEEP, by="other", why="because", policy="attention")
+ATTN = "model.layers.0.self_attn"
+
+
+def plan(*saves, **build):
+    return Plan(graph=graph_of(*saves or [mib_save(f"{ATTN}.q_proj")], build=Build(**build)))
+
+
+def test_deciding_returns_a_new_plan():
+    before = plan()
+    after = before.decide({RegionKey(ATTN): SWAP})
+    assert (dict(before.decisions), dict(after.decisions)) == ({}, {RegionKey(ATTN): SWAP})
+
+
+def test_a_decision_is_never_overwritten():
+    with pytest.raises(InvalidPlanError, match="is swap by 'one'; 'other' may not change it"):
+        plan().decide({RegionKey(ATTN): SWAP}).decide({RegionKey(ATTN): KEEP})
+
+
+@pytest.mark.parametrize("fqn", [ATTN, "model.layers", f"{ATTN}.q_proj"])
+def test_around_and_inside_a_decision_is_decided(fqn):
+    assert plan().decide({RegionKey(ATTN): SWAP}).decided(fqn)
+    assert not plan().decided(fqn)
+
+
+@pytest.mark.parametrize(
+    ("decisions", "chain", "message"),
+    [
+        ({"model.nothing": SWAP}, (), "the model has no such module"),
+        ({ATTN: SWAP, f"{ATTN}.q_proj": SWAP}, (), "lies inside"),
+        ({ATTN: SWAP}, ("model",), "prefetch chain names 'model', on which nothing is decided"),
+        ({ATTN: SWAP}, (ATTN, ATTN), "prefetch chain names a module twice"),
+    ],
+)
+def test_verify_names_the_fault(decisions, chain, message):
+    wrong = Plan(
+        graph=plan().graph,
+        decisions={RegionKey(fqn): decision for fqn, decision in decisions.items()},
+        prefetch_chain=chain,
+    )
+    with pytest.raises(InvalidPlanError, match=message):
+        wrong.verify()
+
+
+def test_two_names_of_one_module_cannot_both_be_decided():
+    shared = plan(mib_save("model.a.self_attn"), aliases={"model.a.self_attn": ("model.b.self_attn",)})
+    wrong = shared.decide({RegionKey("model.a.self_attn"): SWAP, RegionKey("model.b.self_attn"): SWAP})
+    with pytest.raises(InvalidPlanError, match="two decisions on one module"):
+        wrong.verify()

@@ -1,0 +1,104 @@
+"""The report as it is read, and that its printed numbers add up."""
+
+import json
+import re
+
+import pytest
+
+from memopt.ir import account
+from memopt.passes import AttentionSwap, Pipeline, PrefetchChain
+from memopt.report import plan_report, plan_summary, rendered, rendered_html, rendered_svg
+from tests.builders import QWEN, Build, Plan, Save, graph_of, mib_save, plan_of, qwen_layers
+
+
+def test_qwen3_30b_a3b(golden):
+    assert rendered(plan_report(plan_of(*qwen_layers(48), build=QWEN))) == golden
+
+
+def test_qwen3_30b_a3b_as_svg(golden_svg):
+    plan = plan_of(*qwen_layers(48), build=QWEN)
+    assert rendered_svg(plan_report(plan), title="memopt qwen3-30b-a3b") == golden_svg
+
+
+def test_two_layers_as_json(golden_json):
+    summary = plan_summary(plan_of(*qwen_layers(2), build=QWEN))
+    assert json.dumps(summary, indent=2) + "\n" == golden_json
+
+
+def test_nothing_decided(golden):
+    assert rendered(plan_report(Plan(graph=graph_of(*qwen_layers(4), build=QWEN)))) == golden
+
+
+def test_one_target_that_is_not_an_accepted_model(golden):
+    build = Build(class_name="LlamaForCausalLM", notes=("experts were traced with balanced routing",))
+    assert rendered(plan_report(plan_of(mib_save("model.layers.0.self_attn", 3), build=build))) == golden
+
+
+def test_nothing_passes_the_policy(golden):
+    assert rendered(plan_report(plan_of(Save(owner="model.layers.0.self_attn", shape=(16, 16))))) == golden
+
+
+def test_alternating_layers_fold_apart(golden):
+    saves = [mib_save(f"model.layers.{layer}.self_attn", 1 + layer % 2) for layer in range(9)]
+    assert rendered(plan_report(plan_of(*saves))) == golden
+
+
+def test_copied_but_held_elsewhere(golden):
+    saves = [
+        mib_save("model.layers.0.self_attn", 4, storage="shared"),
+        mib_save("model.layers.0.mlp", 4, storage="shared"),
+        mib_save("model.layers.1.self_attn", 4),
+        mib_save("model.layers.2.self_attn", 4, storage="logits"),
+    ]
+    plan = Pipeline([AttentionSwap(margin_bytes=0), PrefetchChain()]).run(
+        Plan(graph=graph_of(*saves, build=Build(held=("logits",))))
+    )
+    assert rendered(plan_report(plan)) == golden
+
+
+def test_html_is_one_page():
+    html = rendered_html(plan_report(plan_of(*qwen_layers(2), build=QWEN)))
+    assert html.startswith("<!DOCTYPE html>")
+    assert "model.layers.0.self_attn" in html
+    assert "http" not in html.replace("http-equiv", "")
+
+
+def column(lines):
+    """Return the sizes that table lines print before their action."""
+    return [float(m[1].replace(",", "")) for line in lines if (m := re.search(r"([\d,]+\.\d\d)  (?:swap|keep) ", line))]
+
+
+@pytest.mark.parametrize("num_layers", [1, 2, 5])
+def test_the_printed_columns_add_up(num_layers):
+    plan = plan_of(*qwen_layers(num_layers), build=QWEN)
+    text = rendered(plan_report(plan))
+    table = text[text.index("tensor ") :].splitlines()
+    subtotal = next(n for n, line in enumerate(table) if line.strip().startswith("covered"))
+    covered = float(table[subtotal].split()[-1])
+    assert sum(column(table[:subtotal])) == pytest.approx(covered, abs=0.05)
+
+    totals = account(plan)
+    assert covered * num_layers == pytest.approx(totals.covered_bytes / 2**20)
+    kept = sum(size for _, size in totals.targets[0].kept) / 2**20
+    end = next(n for n, line in enumerate(table) if n > subtotal + 1 and not line.strip())
+    assert sum(column(table[subtotal:end])) == pytest.approx(kept, abs=0.05)
+
+    savers = text[text.index("saved by") :].splitlines()
+    total = next(n for n, line in enumerate(savers) if line.strip().startswith("all"))
+    rows = [line.split() for line in savers[2:total] if line.strip()]
+    assert sum(float(row[-1].replace(",", "")) for row in rows) == pytest.approx(
+        float(savers[total].split()[-1].replace(",", "")), abs=0.05
+    )
+
+
+def test_the_json_adds_up():
+    summary = plan_summary(plan_of(*qwen_layers(6), build=QWEN))
+    targets = summary["targets"]
+    assert sum(target["covered_bytes"] for target in targets) == summary["swap"]["covered_bytes"]
+    assert sum(target["swap_bytes"] for target in targets) == summary["swap"]["bytes_per_step"]
+    assert sum(target["freed_bytes"] for target in targets) == summary["swap"]["freed_bytes"]
+    assert summary["saved"]["total_bytes"] == (
+        summary["saved"]["parameter_bytes"] + summary["saved"]["activation_bytes"]
+    )
+    assert summary["prefetch_chain"] == [target["fqn"] for target in targets]
+    assert json.loads(json.dumps(summary)) == summary
