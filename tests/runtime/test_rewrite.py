@@ -204,11 +204,11 @@ def test_a_failure_half_way_restores_everything(inputs, monkeypatch):
     plan = memopt.plan(memopt.analyze(model, inputs), **SWAP)
     rewrite, seen = runtime_apply.rewrite_module, []
 
-    def failing(module):
+    def failing(module, region):
         if seen:
             raise KeyboardInterrupt
         seen.append(module)
-        rewrite(module)
+        rewrite(module, region)
 
     monkeypatch.setattr(runtime_apply, "rewrite_module", failing)
     with pytest.raises(KeyboardInterrupt):
@@ -223,8 +223,8 @@ def test_a_rewriting_that_loses_a_parameter_is_caught_and_taken_back(inputs, mon
     plan = memopt.plan(memopt.analyze(model, inputs), **SWAP)
     rewrite = runtime_apply.rewrite_module
 
-    def losing(module):
-        rewrite(module)
+    def losing(module, region):
+        rewrite(module, region)
         module.extra = nn.Linear(1, 1)
 
     monkeypatch.setattr(runtime_apply, "rewrite_module", losing)
