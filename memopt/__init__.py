@@ -14,6 +14,11 @@ _HOMES = {
     "load_plan": "memopt.ir:load_plan",
     "save_plan": "memopt.ir:save_plan",
     "Config": "memopt.config:Config",
+    "CheckpointPolicy": "memopt.ir:CheckpointPolicy",
+    "SwapManager": "memopt.runtime:SwapManager",
+    "attention_swap_policy": "memopt.runtime:attention_swap_policy",
+    "swap_wrapper": "memopt.runtime:swap_wrapper",
+    "validate_attention_swap": "memopt.config:validate_attention_swap",
     "MemoptError": "memopt.errors:MemoptError",
 }
 

@@ -1,16 +1,20 @@
 """The library in four verbs: analyze, plan, apply, undo."""
 
+import functools
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from memopt.analyze import analyze
 from memopt.config import Config, parse_config, passes_for, validate_attention_swap
 from memopt.errors import RequestError
 from memopt.ir import ModuleGraph, Plan
 from memopt.passes import Pass, Pipeline, make_pass
-from memopt.runtime import Rewriting, apply_plan, undo
+from memopt.runtime import PendingRewriting, Rewriting, apply_plan, rewrite_on_first_forward, take_off
+from memopt.runtime import undo as undo_rewriting
 
 __all__ = ["analyze", "apply", "plan", "undo"]
 
@@ -38,17 +42,41 @@ def plan(
 
 def apply(
     model: nn.Module, plan_or_config: Plan | AnyConfig, inputs: Any = None, *, autocast: str = "none"
-) -> Rewriting:
-    """Rewrite a live model by a plan, or by a configuration and inputs to trace it with; undo with the result.
+) -> Rewriting | PendingRewriting:
+    """Rewrite a live model by a plan or by a configuration; undo with the result.
 
-    Names, keys, parameters and gradients stay. Raises MemoptError; the model is then as it was.
+    With a configuration the model is traced with `inputs` (under `autocast`), or without them on its first training
+    forward, with that forward's inputs and autocast. Names, keys, parameters and gradients stay. Raises MemoptError;
+    the model is then as it was.
     """
+    model = model.module if isinstance(model, DistributedDataParallel) else model
     if isinstance(plan_or_config, Plan):
         return apply_plan(model, plan_or_config)
-    if inputs is None:
-        raise RequestError("apply(model, config) needs inputs to trace the model with: apply(model, config, inputs)")
+    config = _config(plan_or_config, {})
+    validate_attention_swap(config)
+    if inputs is not None:
+        return _trace_and_apply(config, model, inputs, autocast=autocast)
+    return rewrite_on_first_forward(model, functools.partial(_apply_in_forward, config))
+
+
+def undo(model: nn.Module) -> None:
+    """Take every rewriting out of a model, or out of a copy of one, and one that still waits for its first forward."""
+    model = model.module if isinstance(model, DistributedDataParallel) else model
+    take_off(model)
+    undo_rewriting(model)
+
+
+def _apply_in_forward(config: Config, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rewriting:
+    device = next((p.device.type for p in model.parameters()), "cpu")
+    autocast = "none"
+    if torch.is_autocast_enabled(device):
+        autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
+    return _trace_and_apply(config, model, (args, kwargs), autocast=autocast)
+
+
+def _trace_and_apply(config: Config, model: nn.Module, inputs: Any, *, autocast: str) -> Rewriting:
     graph = analyze(model, inputs, autocast=autocast)
-    return apply_plan(model, plan(graph, plan_or_config))
+    return apply_plan(model, plan(graph, config))
 
 
 def _config(config: AnyConfig | None, options: Mapping[str, Any]) -> Config:

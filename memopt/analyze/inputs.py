@@ -28,7 +28,12 @@ def example_inputs(model: nn.Module, *, batch_size: int, seq_length: int) -> dic
 
 
 def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return inputs as arguments of forward: a mapping by keyword, a tensor, tuple or list by position."""
+    """Return inputs as arguments of forward.
+
+    A mapping goes by keyword, a tensor, tuple or list by position, a pair of a tuple and a dict as both.
+    """
+    if isinstance(inputs, tuple) and len(inputs) == 2 and isinstance(inputs[0], tuple) and isinstance(inputs[1], dict):
+        return inputs
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     if isinstance(inputs, (tuple, list)):

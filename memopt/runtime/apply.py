@@ -4,13 +4,13 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from memopt.errors import GraphCompileError, IncompatibleError, PlanMismatchError, RewriteError
+from memopt.errors import PlanMismatchError, RewriteError
 from memopt.ir import Plan
-from memopt.runtime.contract import preserved
+from memopt.runtime.contract import check_rewritable, preserved
 from memopt.runtime.counters import Stats, summed
 from memopt.runtime.engine import engine_of
 from memopt.runtime.group import counters_of
-from memopt.runtime.region import PREVIOUS, REGION, Neighbor, Region, previous_of, region_of
+from memopt.runtime.region import Region, previous_of, region_of, set_previous
 from memopt.runtime.rewrite import is_rewritten, restore_module, rewrite_module
 
 
@@ -46,11 +46,12 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
                 f"{type(model).__name__} is rewritten by another plan already; call memopt.undo(model) before this one"
             )
         return Rewriting(model, plan)
-    _check_model(model)
+    check_rewritable(model)
     try:
         with preserved(model):
             for module, region in regions.items():
-                _rewrite(module, region, previous.get(module))
+                rewrite_module(module, region)
+                set_previous(module, previous.get(module))
     except BaseException:
         undo(model)
         raise
@@ -70,12 +71,6 @@ def finish_copies(model: nn.Module) -> None:
         engine_of(device).finish()
 
 
-def _rewrite(module: nn.Module, region: Region, previous: nn.Module | None) -> None:
-    rewrite_module(module)
-    module.__dict__[REGION] = region
-    module.__dict__[PREVIOUS] = Neighbor(previous)
-
-
 def _regions(model: nn.Module, plan: Plan) -> dict[nn.Module, Region]:
     """Return the modules that a plan means, each with its region; raises PlanMismatchError."""
     regions = {}
@@ -84,18 +79,10 @@ def _regions(model: nn.Module, plan: Plan) -> dict[nn.Module, Region]:
         expected = plan.graph.by_fqn[key.fqn].class_name
         module = modules.get(key.fqn)
         found = "nothing" if module is None else type(module).__name__
-        if module is None or found != expected:
+        if module is None or expected not in {cls.__name__ for cls in type(module).__mro__}:  # FSDP2 puts one on top
             raise PlanMismatchError(
                 f"the plan was made for another model ({plan.graph.model.name}): at {key.fqn!r} it expects "
                 f"{expected}, {type(model).__name__} has {found}; make a plan for this model"
             )
         regions[module] = Region(key.fqn, decision.action, decision.policy)
     return regions
-
-
-def _check_model(model: nn.Module) -> None:
-    for fqn, module in model.named_modules():
-        if getattr(module, "_compiled_call_impl", None) is not None:
-            raise GraphCompileError(fqn or type(model).__name__)
-        if getattr(module, "gradient_checkpointing", False):
-            raise IncompatibleError("activation_swap='attention' is incompatible with activation checkpointing")

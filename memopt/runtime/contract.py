@@ -1,11 +1,20 @@
-"""What a rewriting must not change."""
+"""What a rewriting must not meet, and must not change."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from torch import nn
 
-from memopt.errors import RewriteError
+from memopt.errors import GraphCompileError, IncompatibleError, RewriteError
+
+
+def check_rewritable(model: nn.Module) -> None:
+    """Raise GraphCompileError for a compiled model, IncompatibleError for one with gradient checkpointing on."""
+    for fqn, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise GraphCompileError(fqn or type(model).__name__)
+        if getattr(module, "gradient_checkpointing", False):
+            raise IncompatibleError("activation_swap='attention' is incompatible with activation checkpointing")
 
 
 @contextmanager

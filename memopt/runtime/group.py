@@ -13,7 +13,7 @@ from memopt.errors import SavedTensorModifiedError
 from memopt.ir import Action, CheckpointPolicy, Kind
 from memopt.runtime.counters import Counters
 from memopt.runtime.engine import Engine
-from memopt.runtime.policy import SWAPS, TENSOR_POLICIES
+from memopt.runtime.policy import SWAPS, policy_of
 from memopt.runtime.region import Region
 from memopt.runtime.slot import Slot
 from memopt.tensors import kind_of, storage_keys
@@ -50,7 +50,7 @@ class Group:
         self.has_successor = False
         self.previous: weakref.ref[Group] | None = None
         self._region = region
-        self._policy = TENSOR_POLICIES[region.policy] if region.action is Action.SWAP else _keep_all
+        self._policy = policy_of(region.policy) if region.action is Action.SWAP else _keep_all
         self._reached = False
         self._slots: list[weakref.ref[Slot]] = []
         # Taken at each call, since FSDP2 unshards parameters only now.
@@ -82,6 +82,8 @@ class Group:
         if self._reached:
             return
         self._reached = True
+        if not self._region.group_swap:
+            return
         self.engine.load(self.slots(), self.counters)
         before = self.previous and self.previous()
         while before and not before._slots:

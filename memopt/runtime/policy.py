@@ -31,3 +31,8 @@ TENSOR_POLICIES: MappingProxyType[str, Callable[[torch.Tensor], Any]] = MappingP
     {"attention": attention_swap_policy}
 )
 """By the name that a decision gives, a key of `memopt.ir.policy.POLICIES`."""
+
+
+def policy_of(policy: str | Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """Return the function that a policy's name stands for; a function stands for itself."""
+    return TENSOR_POLICIES[policy] if isinstance(policy, str) else policy

@@ -1,8 +1,10 @@
 """What a rewritten module carries in its instance dict: values and a reference to its neighbor, nothing that runs."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from memopt.ir import Action
@@ -19,7 +21,13 @@ class Region:
 
     fqn: str
     action: Action
-    policy: str
+    policy: "str | Callable[[torch.Tensor], Any]"
+    """A name that a decision gives, or the user's function."""
+    group_swap: bool = True
+    """Bring a whole group back when backward reaches it, and the one before it; else each tensor when it is needed."""
+
+    def __str__(self) -> str:
+        return f"{getattr(self.policy, '__name__', self.policy)} {self.action}"
 
 
 class Neighbor:
@@ -46,3 +54,8 @@ def previous_of(module: nn.Module) -> nn.Module | None:
     """Return the module before it in the prefetch chain, or None."""
     neighbor: Neighbor | None = module.__dict__.get(PREVIOUS)
     return neighbor.module if neighbor else None
+
+
+def set_previous(module: nn.Module, previous: nn.Module | None) -> None:
+    """Put a module behind another in the prefetch chain."""
+    module.__dict__[PREVIOUS] = Neighbor(previous)

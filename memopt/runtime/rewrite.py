@@ -11,7 +11,7 @@ from torch import nn
 
 from memopt.errors import GraphCompileError
 from memopt.runtime.forward import run_region
-from memopt.runtime.region import PREVIOUS, REGION, region_of
+from memopt.runtime.region import PREVIOUS, REGION, Region, region_of
 
 _BASE = "_memopt_base"
 """The class attribute by which a generated class is known: the class that it stands in front of."""
@@ -73,7 +73,7 @@ def rewritten_class(base: type) -> type:
 
     def get_name(self: nn.Module) -> str:
         region = region_of(self)
-        return f"{base.__name__}[{region.policy} {region.action}]" if region else base.__name__
+        return f"{base.__name__}[{region}]" if region else base.__name__
 
     def refuse_compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         raise GraphCompileError(base.__name__)
@@ -104,9 +104,10 @@ def is_rewritten(module: nn.Module) -> bool:
     return hasattr(type(module), _BASE)
 
 
-def rewrite_module(module: nn.Module) -> None:
-    """Put our class in front of a module's class."""
+def rewrite_module(module: nn.Module, region: Region) -> None:
+    """Put our class in front of a module's class and say what its region does."""
     module.__class__ = rewritten_class(type(module))
+    module.__dict__[REGION] = region
 
 
 def restore_module(module: nn.Module) -> None:

@@ -14,28 +14,41 @@ POISON = 0xFF
 
 
 class ThreadEvent:
-    """The end of one batch of copies by a worker thread."""
+    """One batch of copies by a worker thread, and its end."""
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Copies, after: Sequence[Event]) -> None:
+        self._copies, self._after = copies, after
         self._flag = threading.Event()
-        self.error: BaseException | None = None
+        self._error: BaseException | None = None
 
     def done(self) -> bool:
         """Tell whether the worker has finished the batch."""
         return self._flag.is_set()
 
-    def finish(self) -> None:
-        """Say that the batch is finished."""
-        self._flag.set()
-
     def wait(self) -> None:
         """Block until the batch is finished; raise what the worker met."""
         self._flag.wait()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
+
+    def run(self, delay_s: float) -> None:
+        """Copy, then let go of the tensors and say so."""
+        try:
+            for earlier in self._after:
+                assert isinstance(earlier, ThreadEvent)
+                earlier.wait()
+            time.sleep(delay_s)
+            for source, target in self._copies:
+                target.copy_(source)
+                del source, target
+        except BaseException as error:  # whoever waits for the event must see it
+            self._error = error
+        finally:
+            self._copies, self._after = (), ()
+            self._flag.set()
 
 
-Job = tuple[Copies, Sequence[Event], ThreadEvent]
+Jobs = queue.SimpleQueue[ThreadEvent]
 
 
 class CpuBackend:
@@ -51,8 +64,8 @@ class CpuBackend:
     def __init__(self, *, delay_s: Callable[[], float] | None = None, poison: bool = False) -> None:
         self._delay_s = delay_s
         self._poison = poison
-        self._out: queue.SimpleQueue[Job] | None = None
-        self._in: queue.SimpleQueue[Job] | None = None
+        self._out: Jobs | None = None
+        self._in: Jobs | None = None
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Return ordinary memory."""
@@ -77,32 +90,19 @@ class CpuBackend:
         """Block the calling thread until the copy has ended."""
         self.wait(event)
 
-    def _submit(self, jobs: "queue.SimpleQueue[Job]", copies: Copies, after: Sequence[Event]) -> ThreadEvent:
-        event = ThreadEvent()
+    def _submit(self, jobs: Jobs, copies: Copies, after: Sequence[Event]) -> ThreadEvent:
         if self._poison:
             for _, target in copies:
                 target.fill_(POISON)
-        jobs.put((tuple(copies), tuple(after), event))
+        event = ThreadEvent(tuple(copies), tuple(after))
+        jobs.put(event)
         return event
 
-    def _start(self, name: str) -> "queue.SimpleQueue[Job]":
-        jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    def _start(self, name: str) -> Jobs:
+        jobs: Jobs = queue.SimpleQueue()
         threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True).start()
         return jobs
 
-    def _work(self, jobs: "queue.SimpleQueue[Job]") -> None:
+    def _work(self, jobs: Jobs) -> None:
         while True:
-            self._run(*jobs.get())
-
-    def _run(self, copies: Copies, after: Sequence[Event], event: ThreadEvent) -> None:
-        try:
-            for earlier in after:
-                self.wait(earlier)
-            if self._delay_s is not None:
-                time.sleep(self._delay_s())
-            for source, target in copies:
-                target.copy_(source)
-        except BaseException as error:  # whoever waits for the event must see it
-            event.error = error
-        finally:
-            event.finish()
+            jobs.get().run(self._delay_s() if self._delay_s is not None else 0)

@@ -1,0 +1,64 @@
+"""Rewrite a model when its first training forward begins: only then are its inputs known."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.ir import Plan
+from memopt.runtime.apply import Rewriting, undo
+
+Rewrite = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Rewriting]
+
+
+class RewriteOnFirstForward:
+    """A forward pre-hook that rewrites its module once, before the first forward that trains, and takes itself off."""
+
+    def __init__(self, rewrite: Rewrite) -> None:
+        self._rewrite = rewrite
+        self.rewriting: Rewriting | None = None
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace, plan and apply with the arguments of this very forward."""
+        if not (module.training and torch.is_grad_enabled()):
+            return
+        take_off(module)
+        self.rewriting = self._rewrite(module, args, kwargs)
+
+
+@dataclass(frozen=True)
+class PendingRewriting:
+    """A rewriting that happens on the model's first training forward."""
+
+    model: nn.Module
+    hook: RewriteOnFirstForward
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan, None until the first training forward made it."""
+        return self.hook.rewriting.plan if self.hook.rewriting else None
+
+    stats = Rewriting.stats
+
+    def undo(self) -> None:
+        """Give every rewritten module its own class back, or stop waiting."""
+        take_off(self.model)
+        undo(self.model)
+
+
+def rewrite_on_first_forward(model: nn.Module, rewrite: Rewrite) -> PendingRewriting:
+    """Put the hook on a model; one that waits there already is replaced."""
+    take_off(model)
+    hook = RewriteOnFirstForward(rewrite)
+    model.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+    return PendingRewriting(model, hook)
+
+
+def take_off(model: nn.Module) -> None:
+    """Remove a waiting hook from a model or from a copy of one."""
+    for key, hook in list(model._forward_pre_hooks.items()):
+        if isinstance(hook, RewriteOnFirstForward):
+            del model._forward_pre_hooks[key]
+            model._forward_pre_hooks_with_kwargs.pop(key, None)

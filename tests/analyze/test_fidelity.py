@@ -1,0 +1,67 @@
+"""The fake trace lists what a real run saves, entry by entry."""
+
+import pytest
+import torch
+
+import memopt
+from memopt.analyze.build import build_graph
+from memopt.analyze.observe import observe
+from memopt.analyze.roles import name_saves
+from tests import models
+
+
+def real_saved(model, inputs, autocast):
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast == "bfloat16"):
+        seen = observe(model, (), inputs)
+        name_saves(seen)
+    fake_input = memopt.analyze(model, inputs, target_device="cpu").input
+    return build_graph(model, seen, name="real", trace_input=fake_input)
+
+
+def padded(batch):
+    mask = torch.ones_like(batch["input_ids"])
+    mask[0, :100] = 0
+    return {**batch, "attention_mask": mask}
+
+
+def attended(batch):
+    return {**batch, "attention_mask": torch.ones_like(batch["input_ids"])}
+
+
+def packed(batch):
+    rows, length = batch["input_ids"].shape
+    return {**batch, "position_ids": torch.arange(length // 2).repeat(rows, 2)}
+
+
+SMALL = models.batch(seq_length=128)
+CASES = {
+    "qwen3-moe": (models.qwen3_moe, {}, SMALL, "none"),
+    "qwen3-moe eager": (models.qwen3_moe, {"attn_implementation": "eager"}, SMALL, "none"),
+    "llama": (models.llama, {}, SMALL, "none"),
+    "llama dropout": (models.llama, {"attention_dropout": 0.1}, SMALL, "none"),
+    "llama padded": (models.llama, {}, padded(SMALL), "none"),
+    "llama attended": (models.llama, {}, attended(SMALL), "none"),
+    "llama packed": (models.llama, {}, packed(SMALL), "none"),
+    "llama autocast": (models.llama, {}, SMALL, "bfloat16"),
+    "llama with cache": (models.llama, {}, {**SMALL, "use_cache": True}, "none"),
+    "gpt2": (models.gpt2, {}, SMALL, "none"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_fake_trace_equals_a_real_run(case):
+    build, options, inputs, autocast = CASES[case]
+    model = build(**options)
+    fake = memopt.analyze(model, inputs, autocast=autocast, target_device="cpu")
+    real = real_saved(model, inputs, autocast)
+    assert [c.fqn for c in fake.calls] == [c.fqn for c in real.calls]
+    assert fake.saved == real.saved
+    assert fake.held == real.held
+    assert len(fake.saved) > 40
+    assert fake.input.attn_implementation == options.get("attn_implementation", "sdpa")
+
+
+def test_trace_of_a_bfloat16_model_equals_a_real_run():
+    model = models.qwen3_moe().bfloat16()
+    fake = memopt.analyze(model, SMALL, target_device="cpu")
+    assert fake.saved == real_saved(model, SMALL, "none").saved

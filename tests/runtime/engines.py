@@ -1,0 +1,41 @@
+"""Engines that tests put in place of the CPU's own."""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+
+from memopt.ir import CheckpointPolicy
+from memopt.runtime import CpuBackend
+from memopt.runtime import engine as engine_module
+from memopt.runtime.engine import Engine
+
+CPU = torch.device("cpu")
+
+
+def everything(tensor):
+    """Swap whatever the engine allows."""
+    return CheckpointPolicy.MUST_SWAP
+
+
+@contextlib.contextmanager
+def cpu_engine(*, cap_bytes=1 << 30, **options):
+    """Put a new engine in the CPU's place; in the end nothing may be left in it."""
+    engine = Engine(CpuBackend(**options), cap_bytes=cap_bytes)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(engine_module._ENGINES, CPU, engine)
+        yield engine
+        assert_empty(engine)
+
+
+def assert_empty(engine):
+    """No block in use, no slot known, nothing on its way."""
+    gc.collect()
+    engine.finish()
+    while engine._pending:  # a copy of a dropped slot may still run
+        engine.collect()
+    assert engine.pool.in_use_bytes == 0
+    assert not engine._slots
+    assert not engine._leaving
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

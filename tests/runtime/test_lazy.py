@@ -1,0 +1,68 @@
+"""apply(model, config) without inputs: on the first training forward, with what comes in there."""
+
+import copy
+import pickle
+
+import torch
+
+import memopt
+from memopt.ir import account
+from tests import models
+from tests.runtime.steps import SWAP, assert_equal_steps, step
+
+
+def test_the_first_training_forward_is_rewritten_already():
+    plain, model, inputs = models.llama(), models.llama(), models.batch()
+    handle = memopt.apply(model, SWAP)
+    assert handle.plan is None
+    with torch.no_grad():
+        model(**inputs)
+    model.eval()(**inputs)
+    model.train()
+    assert handle.plan is None
+    assert_equal_steps(plain, model, inputs)
+    assert handle.stats().copied_out_bytes == 2 * account(handle.plan).swap_bytes > 0
+    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks_with_kwargs
+
+
+def test_dropout_draws_as_without_memopt():
+    plain, model = (models.llama(attention_dropout=0.3) for _ in range(2))
+    inputs = models.batch()
+    memopt.apply(model, SWAP)
+    torch.manual_seed(7)
+    loss, _ = step(plain, inputs)
+    torch.manual_seed(7)
+    assert torch.equal(loss, step(model, inputs)[0])
+
+
+def test_autocast_is_seen():
+    model, inputs = models.llama(), models.batch()
+    handle = memopt.apply(model, SWAP)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(**inputs).loss.backward()
+    assert handle.plan.graph.input.autocast == "bfloat16"
+    assert handle.stats().copied_out_bytes == account(handle.plan).swap_bytes
+
+
+def test_undo_before_the_first_forward():
+    model = models.llama()
+    memopt.apply(model, SWAP)
+    memopt.apply(model, SWAP)
+    assert len(model._forward_pre_hooks) == 1
+    memopt.undo(model)
+    assert not model._forward_pre_hooks
+    handle = memopt.apply(model, SWAP)
+    handle.undo()
+    assert not model._forward_pre_hooks
+    assert_equal_steps(models.llama(), model, models.batch(), steps=1)
+
+
+def test_copies_and_pickles_of_a_waiting_model_wait_too():
+    model, inputs = models.llama(), models.batch()
+    memopt.apply(model, SWAP)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_equal_steps(models.llama(), other, inputs, steps=1)
+        assert "[attention swap]" in repr(other)
+    assert "[attention swap]" not in repr(model)
+    assert len(model._forward_pre_hooks) == 1

@@ -1,0 +1,267 @@
+"""Rewriting a live model: names, keys, copies, patches and undo."""
+
+import copy
+import io
+import pickle
+import types
+
+import pytest
+import torch
+from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_module
+from torch import nn
+
+import memopt
+from memopt.errors import IncompatibleError, PlanMismatchError, RewriteError
+from memopt.runtime import apply as runtime_apply
+from tests import models
+from tests.runtime.steps import SWAP, assert_equal_steps, step
+
+
+@pytest.fixture
+def inputs():
+    return models.hidden()
+
+
+def rewritten(inputs, seed=0):
+    model = models.SharedAttention(seed)
+    return model, memopt.apply(model, SWAP, inputs)
+
+
+def swapped_out(handle):
+    """Return how many tensors were copied since: proof that the rewriting took part."""
+    return handle.stats().copied_out_tensors
+
+
+def test_names_keys_classes_and_repr(inputs):
+    plain = models.SharedAttention()
+    model, _ = rewritten(inputs)
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
+    attention = model.blocks[0].self_attn
+    assert isinstance(attention, models.Attention)
+    assert type(attention).__name__ == type(attention).__qualname__ == "Attention"
+    assert type(attention).__module__ == models.Attention.__module__
+    assert "Attention[attention swap]" in repr(model)
+
+
+def test_the_same_plan_twice_adds_nothing_and_another_is_an_error(inputs):
+    model, handle = rewritten(inputs)
+    classes = [type(m) for m in model.modules()]
+    memopt.apply(model, handle.plan)
+    memopt.apply(model, SWAP, inputs)
+    assert [type(m) for m in model.modules()] == classes
+    nothing = memopt.plan(handle.plan.graph, activation_swap="none")
+    with pytest.raises(RewriteError, match=r"memopt\.undo"):
+        memopt.apply(model, nothing)
+    assert_equal_steps(models.SharedAttention(), model, inputs, steps=1)
+
+
+def test_undo_by_handle_and_without_it(inputs):
+    model, handle = rewritten(inputs)
+    loss = model(inputs)
+    handle.undo()
+    assert type(model.blocks[0].self_attn) is models.Attention
+    assert not [key for m in model.modules() for key in m.__dict__ if key.startswith("_memopt")]
+    loss.backward()  # what was saved before the undo comes back right
+    plain = models.SharedAttention()
+    plain(inputs).backward()
+    for grad, other in zip(plain.parameters(), model.parameters(), strict=True):
+        assert torch.equal(grad.grad, other.grad)
+    memopt.apply(model, SWAP, inputs)
+    memopt.undo(model)
+    assert type(model.blocks[0].self_attn) is models.Attention
+
+
+def test_undo_leaves_a_class_that_was_put_on_top(inputs):
+    model, _ = rewritten(inputs)
+    attention = model.blocks[1].self_attn
+
+    class OnTop:
+        marker = "on top"
+
+    base = type(attention)
+    attention.__class__ = type("Top", (OnTop, base), {})
+    memopt.undo(model)
+    assert attention.marker == "on top"
+    assert type(attention).__mro__[:3] == (type(attention), OnTop, models.Attention)
+    assert_equal_steps(models.SharedAttention(), model, inputs, steps=1)
+
+
+def fused(self, x):
+    return models.Attention.forward(self, x) * 2
+
+
+class Double(ModelHook):
+    def pre_forward(self, module, *args, **kwargs):
+        return tuple(arg * 2 for arg in args), kwargs
+
+
+def patch(attention):
+    attention.forward = types.MethodType(fused, attention)
+
+
+def hook(attention):
+    add_hook_to_module(attention, Double())
+
+
+@pytest.mark.parametrize("change", [patch, hook])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_an_instance_level_forward_counts_and_is_swapped(inputs, change, order):
+    plain, model = models.SharedAttention(), models.SharedAttention()
+    change(plain.blocks[1].self_attn)
+    if order == "before":
+        change(model.blocks[1].self_attn)
+    handle = memopt.apply(model, SWAP, inputs)
+    if order == "after":
+        change(model.blocks[1].self_attn)
+    out = swapped_out(handle)
+    assert_equal_steps(plain, model, inputs)
+    assert swapped_out(handle) > out
+
+
+def test_a_hook_taken_off_again_stays_off(inputs):
+    plain, model = models.SharedAttention(), models.SharedAttention()
+    handle = memopt.apply(model, SWAP, inputs)
+    for late in (plain, model):
+        add_hook_to_module(late.blocks[1].self_attn, Double())
+        remove_hook_from_module(late.blocks[1].self_attn)
+    assert_equal_steps(plain, model, inputs)
+    assert swapped_out(handle) > 0
+    del model.blocks[1].self_attn.forward
+    assert_equal_steps(plain, model, inputs)
+    memopt.undo(model)
+    assert_equal_steps(plain, model, inputs)
+
+
+def test_a_deep_copy_trains_on_its_own(inputs):
+    model, handle = rewritten(inputs)
+    copied = copy.deepcopy(model)
+    before = swapped_out(handle)
+    plain = models.SharedAttention()
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, copied)]
+    for _ in range(2):
+        assert_equal_steps(plain, copied, inputs, steps=1)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert swapped_out(handle) == before, "the original took no part"
+    assert memopt.apply(copied, handle.plan).stats().copied_out_tensors > 0
+    assert_equal_steps(models.SharedAttention(), model, inputs)
+    memopt.undo(copied)
+    assert type(model.blocks[0].self_attn) is not models.Attention
+
+
+def test_one_layer_copied_alone_takes_no_neighbor_along(inputs):
+    model, _ = rewritten(inputs)
+    alone = copy.deepcopy(model.blocks[1].self_attn)
+    assert alone.__dict__["_memopt_previous"].module is None
+    alone(inputs).sum().backward()
+
+
+@pytest.mark.parametrize("save", ["pickle", "torch"])
+def test_the_whole_model_survives_saving(inputs, save):
+    model, handle = rewritten(inputs)
+    if save == "pickle":
+        back = pickle.loads(pickle.dumps(model))
+    else:
+        buffer = io.BytesIO()
+        torch.save(model, buffer)
+        buffer.seek(0)
+        back = torch.load(buffer, weights_only=False)
+    assert type(back.blocks[0].self_attn) is type(model.blocks[0].self_attn)
+    assert back.blocks[0].self_attn is back.blocks[2].self_attn
+    assert_equal_steps(models.SharedAttention(), back, inputs)
+    assert memopt.apply(back, handle.plan).stats().copied_out_tensors > 0
+
+
+def test_state_dicts_load_both_ways_and_training_resumes_identically(inputs):
+    plain, (model, _) = models.SharedAttention(seed=1), rewritten(inputs)
+    plain.load_state_dict(model.state_dict(), strict=True)
+    assert_equal_steps(plain, model, inputs)
+    model.load_state_dict(models.SharedAttention(seed=2).state_dict(), strict=True)
+    assert_equal_steps(models.SharedAttention(seed=2), model, inputs)
+
+
+def test_save_pretrained_and_back(tmp_path):
+    inputs = models.batch()
+    plain, model = models.llama(), models.llama()
+    handle = memopt.apply(model, SWAP, inputs)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).train()
+    assert_equal_steps(plain, again, inputs, steps=1)
+    memopt.apply(again, handle.plan)
+    assert_equal_steps(plain, again, inputs, steps=1)
+
+
+def test_a_plan_for_another_model_is_refused(inputs):
+    _, handle = rewritten(inputs)
+    with pytest.raises(PlanMismatchError, match=r"'blocks\.0\.self_attn' it expects Attention"):
+        memopt.apply(models.llama(), handle.plan)
+
+
+def test_a_failure_half_way_restores_everything(inputs, monkeypatch):
+    model = models.SharedAttention()
+    plan = memopt.plan(memopt.analyze(model, inputs), **SWAP)
+    rewrite, seen = runtime_apply.rewrite_module, []
+
+    def failing(module, region):
+        if seen:
+            raise KeyboardInterrupt
+        seen.append(module)
+        rewrite(module, region)
+
+    monkeypatch.setattr(runtime_apply, "rewrite_module", failing)
+    with pytest.raises(KeyboardInterrupt):
+        memopt.apply(model, plan)
+    assert seen
+    assert all(type(m) is models.Attention for m in (model.blocks[0].self_attn, model.blocks[1].self_attn))
+    assert_equal_steps(models.SharedAttention(), model, inputs, steps=1)
+
+
+def test_a_rewriting_that_loses_a_parameter_is_caught_and_taken_back(inputs, monkeypatch):
+    model = models.SharedAttention()
+    plan = memopt.plan(memopt.analyze(model, inputs), **SWAP)
+    rewrite = runtime_apply.rewrite_module
+
+    def losing(module, region):
+        rewrite(module, region)
+        module.extra = nn.Linear(1, 1)
+
+    monkeypatch.setattr(runtime_apply, "rewrite_module", losing)
+    with pytest.raises(RewriteError, match=r"state_dict keys: blocks\.0\.self_attn\.extra\.bias"):
+        memopt.apply(model, plan)
+    assert type(model.blocks[0].self_attn) is models.Attention
+
+
+def test_gradient_checkpointing_excludes_it():
+    model, inputs = models.llama(), models.batch(seq_length=512)
+    plan = memopt.plan(memopt.analyze(model, inputs), **SWAP)
+    model.gradient_checkpointing_enable()
+    with pytest.raises(IncompatibleError, match="incompatible with activation checkpointing"):
+        memopt.apply(model, plan)
+    model.gradient_checkpointing_disable()
+    memopt.apply(model, plan)
+    step(model, inputs)
+
+
+def test_peft_on_top_and_below(inputs):
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    batch = models.batch()
+
+    def with_lora(model):
+        torch.manual_seed(5)
+        return get_peft_model(model, lora)
+
+    plain = with_lora(models.llama())
+    below = models.llama()
+    handle = memopt.apply(below, SWAP, batch)
+    below = with_lora(below)
+    assert list(below.state_dict()) == list(plain.state_dict())
+    assert_equal_steps(plain, below, batch)
+    assert swapped_out(handle) > 0
+    on_top = with_lora(models.llama())
+    handle = memopt.apply(on_top, SWAP, batch)
+    assert_equal_steps(plain, on_top, batch)
+    assert swapped_out(handle) > 0
