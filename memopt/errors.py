@@ -26,6 +26,15 @@ class UnknownNameError(RequestError):
         super().__init__(f"no {kind} is called {name!r}; {guess}legal: {', '.join(legal)}")
 
 
+class UnknownModelError(UnknownNameError):
+    """A MODEL argument that is nothing the commands know how to build."""
+
+    def __init__(self, name: str, presets: Iterable[str]) -> None:
+        super().__init__("model", name, presets)
+        forms = "a config.json, a model directory, a hub id in the local cache, or package.module:factory"
+        self.args = (f"{self}; or {forms}",)
+
+
 class IllegalValueError(RequestError):
     """A value that its key does not take."""
 
@@ -38,6 +47,13 @@ class UnreadableFileError(RequestError):
 
     def __init__(self, kind: str, path: object, why: str) -> None:
         super().__init__(f"{kind} {str(path)!r} cannot be read: {why}")
+
+
+class UnwritableFileError(RequestError):
+    """A file that cannot be written."""
+
+    def __init__(self, kind: str, path: object, why: str) -> None:
+        super().__init__(f"{kind} {str(path)!r} cannot be written: {why}")
 
 
 class IncompatibleError(RequestError):
@@ -60,6 +76,10 @@ class InvalidPlanError(MemoptError):
 
 class PlanMismatchError(RequestError):
     """A plan that was made for another model."""
+
+
+class VerificationError(MemoptError):
+    """A rewritten model did not train as the original does."""
 
 
 class TraceError(MemoptError):

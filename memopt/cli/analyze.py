@@ -1,0 +1,101 @@
+"""memopt-analyze: what would a plan do for this model's memory."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from cyclopts import Parameter
+
+from memopt.cli import options
+from memopt.cli.app import make_app
+from memopt.cli.output import progress, show, writing
+from memopt.cli.request import InputRequest, make_config, make_passes
+from memopt.cli.run import run
+
+if TYPE_CHECKING:
+    from memopt.cli.models import Source
+    from memopt.ir import ModuleGraph
+
+app = make_app(
+    "memopt-analyze",
+    """    memopt-analyze qwen3-30b-a3b --swap attention
+    memopt-analyze qwen3-8b --swap attention --seq-length 4096 --format json
+    memopt-analyze my_package.models:build --config memopt.yaml --save-plan plan.json
+    memopt-analyze llama-3.1-8b --swap attention --format svg --output plan.svg""",
+)
+
+
+@app.default
+def analyze(
+    model: options.Model,
+    /,
+    *,
+    config: options.ConfigFile = None,
+    swap: options.Swap = None,
+    passes: options.Passes = None,
+    batch_size: options.BatchSize = None,
+    seq_length: options.SeqLength = None,
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    attn_implementation: options.AttnImplementation = None,
+    num_layers: options.NumLayers = None,
+    target_device: Annotated[
+        Literal["cuda", "cpu"], Parameter(help="Where the model will train. cuda needs no GPU here.")
+    ] = "cuda",
+    format: Annotated[Literal["text", "json", "svg", "html"], Parameter(help="How to write the report.")] = "text",
+    output: options.Output = None,
+    save_plan: Annotated[Path | None, Parameter(help="Also write the plan to this file, for memopt-apply.")] = None,
+    debug: options.Debug = False,
+) -> None:
+    """Trace one training step of a model, without weights or GPU, and show what a plan does for its memory."""
+    chosen = make_config(config, swap)
+    pipeline = make_passes(passes, chosen)
+    request = InputRequest(
+        batch_size=batch_size,
+        seq_length=seq_length,
+        dtype=dtype,
+        autocast=autocast,
+        attn_implementation=attn_implementation,
+    )
+    with progress(f"Loading {model}") as say:
+        import memopt
+        from memopt.cli.models import find_model
+        from memopt.report import plan_report, plan_summary
+
+        source = find_model(model, num_layers=num_layers)
+        say(f"Tracing {source.name}")
+        graph = trace(source, request, target_device)
+        plan = memopt.plan(graph, chosen, passes=pipeline)
+    if save_plan:
+        with writing("plan", save_plan):
+            memopt.save_plan(plan, save_plan)
+    show(plan_report(plan), plan_summary(plan), format=format, output=output, title=f"memopt {source.name}")
+
+
+def trace(source: "Source", request: InputRequest, target_device: str) -> "ModuleGraph":
+    """Trace a model that was found, on the input that the flags ask for."""
+    import memopt
+
+    given = request.over(source.default)
+    if source.live is not None and request.dtype:
+        source.live.to(_torch_dtype(request.dtype))
+    return memopt.analyze(
+        source.config if source.live is None else source.live,
+        batch_size=given.batch_size,
+        seq_length=given.seq_length,
+        dtype=given.dtype,
+        autocast=given.autocast,
+        attn_implementation=given.attn_implementation,
+        target_device=target_device,
+        name=source.name,
+    )
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    return getattr(torch, name)
+
+
+def main() -> None:
+    """Run the command."""
+    raise SystemExit(run(app))

@@ -1,0 +1,124 @@
+"""memopt-apply: put a plan into effect on a training run, and prove that nothing but memory changes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+from memopt.cli import options
+from memopt.cli.app import make_app
+from memopt.cli.output import progress, show
+from memopt.cli.request import InputRequest, PlanRequest
+from memopt.cli.run import run
+from memopt.cli.verdict import proof_report
+from memopt.errors import VerificationError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from memopt.cli.proof import Trial
+
+app = make_app(
+    "memopt-apply",
+    """    memopt-apply tiny-qwen3-moe --swap attention
+    memopt-apply tiny-qwen3-moe --plan plan.json --steps 10
+    memopt-apply my_package.models:build --config memopt.yaml --device cuda --autocast bfloat16
+    memopt-apply qwen3-30b-a3b --swap attention --num-layers 4 --device cuda --format json""",
+)
+
+
+@app.default
+def apply(
+    model: options.Model,
+    /,
+    *,
+    config: options.ConfigFile = None,
+    plan: Annotated[Path | None, Parameter(help="A plan that memopt-analyze --save-plan wrote.")] = None,
+    swap: options.Swap = None,
+    passes: options.Passes = None,
+    steps: Annotated[int, Parameter(help="Training steps of each run.", validator=Number(gte=1))] = 3,
+    batch_size: options.BatchSize = None,
+    seq_length: options.SeqLength = None,
+    dtype: options.Dtype = None,
+    autocast: options.Autocast = None,
+    attn_implementation: options.AttnImplementation = None,
+    device: Annotated[
+        Literal["auto", "cpu", "cuda"], Parameter(help="Where to train. auto takes an accelerator if there is one.")
+    ] = "auto",
+    num_layers: options.NumLayers = None,
+    seed: Annotated[int, Parameter(help="Of the weights, the batches and dropout.")] = 0,
+    verify: Annotated[
+        bool, Parameter(negative="--no-verify", help="Train without the plan too, and compare every gradient.")
+    ] = True,
+    format: Annotated[Literal["text", "json"], Parameter(help="How to write the report.")] = "text",
+    output: options.Output = None,
+    debug: options.Debug = False,
+) -> None:
+    """Train a few steps with a plan and without it, from the same weights on the same batches, and compare.
+
+    Give one of --config, --plan and --swap. Batches are random tokens. Losses and gradients must be equal bit for
+    bit; where the kernels of an accelerator are not deterministic, as near as the run without the plan is to itself.
+    """
+    asked = PlanRequest.of(config=config, plan=plan, swap=swap, passes=passes)
+    request = InputRequest(
+        batch_size=batch_size,
+        seq_length=seq_length,
+        dtype=dtype,
+        autocast=autocast,
+        attn_implementation=attn_implementation,
+    )
+    with progress(f"Loading {model}") as say:
+        from memopt.cli.proof import prove
+
+        trial = prepare(model, asked, request, device=device, steps=steps, num_layers=num_layers, seed=seed, say=say)
+        proof = prove(trial, verify=verify)
+    page = proof_report(proof.values, name=model, num_steps=steps, num_faults=len(proof.faults))
+    show(page, proof.values, format=format, output=output)
+    if proof.faults:
+        raise VerificationError(f"verification failed: {'; '.join(proof.faults)}")
+
+
+def prepare(
+    name: str,
+    asked: PlanRequest,
+    request: InputRequest,
+    *,
+    device: str,
+    steps: int,
+    num_layers: int | None,
+    seed: int,
+    say: "Callable[[str], None]",
+) -> "Trial":
+    """Build the model, its batches and its plan."""
+    import memopt
+    from memopt.cli.building import build_model, make_batches, pick_device
+    from memopt.cli.models import find_model
+    from memopt.cli.proof import Trial
+
+    target = pick_device(device)
+    source = find_model(name, num_layers=num_layers)
+    given = request.over(source.default, asked.plan.graph.input if asked.plan else None)
+    if source.live is not None:
+        given = replace(given, dtype=request.dtype)
+    say(f"Building {source.name}")
+    model = build_model(source, given, device=target, seed=seed)
+    batches = make_batches(model, given, num=steps, seed=seed)
+    say(f"Tracing {source.name}")
+    autocast = given.autocast or "none"
+    graph = memopt.analyze(model, batches[0], autocast=autocast, name=source.name)
+    return Trial(
+        model=model,
+        plan=asked.plan or memopt.plan(graph, asked.config, passes=asked.passes),
+        batches=batches,
+        autocast=autocast,
+        seed=seed,
+        same_input=asked.plan is None or asked.plan.graph.input == graph.input,
+        say=say,
+    )
+
+
+def main() -> None:
+    """Run the command."""
+    raise SystemExit(run(app))

@@ -1,0 +1,120 @@
+"""What the MODEL argument means: a preset, a file, a directory, a cached hub id, or a factory."""
+
+import importlib
+import re
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import RequestError, UnknownModelError, UnreadableFileError
+from memopt.presets import PRESETS, REAL, DefaultInput, preset_path
+
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """A model that was found but not built: its config, or the live model that a factory made."""
+
+    name: str
+    config: Any = None
+    weights: str | None = None
+    """Where `from_pretrained` finds weights; None for random ones."""
+    live: Any = None
+    default: DefaultInput = REAL
+
+
+def find_model(text: str, *, num_layers: int | None = None) -> Source:
+    """Return what a MODEL argument means; raises RequestError."""
+    if ":" in text and not Path(text).exists():
+        if num_layers is not None:
+            raise RequestError(f"--num-layers changes a config, and {text!r} builds its own model; leave it out")
+        return _from_factory(text)
+    source = _from_preset(text) or _from_path(text) or _from_cache(text)
+    if source is None:
+        raise UnknownModelError(text, PRESETS)
+    if num_layers is not None:
+        set_num_layers(source.config, num_layers)
+    return source
+
+
+def set_num_layers(config: Any, num_layers: int) -> None:
+    """Make a config that of a model with so many layers, lists with an entry a layer included."""
+    text_config = config.get_text_config()
+    before = text_config.num_hidden_layers
+    for key, value in vars(text_config).items():
+        if isinstance(value, list) and len(value) == before:
+            setattr(text_config, key, [value[n % before] for n in range(num_layers)])
+    text_config.num_hidden_layers = num_layers
+
+
+def _from_preset(text: str) -> Source | None:
+    if text not in PRESETS:
+        return None
+    return Source(name=text, config=_read_config(preset_path(text)), default=PRESETS[text])
+
+
+def _from_path(text: str) -> Source | None:
+    """Return the model of a config.json or of a directory with one; None for a text that is no path."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return _from_directory(path, path.resolve().name)
+    if path.is_file() or path.suffix == ".json" or text.startswith((".", "/", "~")):
+        name = path.resolve().parent.name if path.stem == "config" else path.stem
+        config = _read_config(path)
+        return Source(name=name, config=config, default=_own_input(config))
+    return None
+
+
+def _from_cache(text: str) -> Source | None:
+    """Return the model of a hub id that was downloaded before; None for one that was not."""
+    if not _HUB_ID.fullmatch(text):
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(text, "config.json")
+    return _from_directory(Path(cached).parent, text) if isinstance(cached, str) else None
+
+
+def _from_directory(path: Path, name: str) -> Source:
+    config = _read_config(path / "config.json")
+    has_weights = any(found for pattern in _WEIGHTS for found in path.glob(pattern))
+    weights = str(path) if has_weights else None
+    return Source(name=name, config=config, weights=weights, default=_own_input(config))
+
+
+def _from_factory(text: str) -> Source:
+    """Return the model that ``package.module:factory`` builds; modules of the working directory are found too."""
+    from torch import nn
+
+    module_name, _, attribute = text.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    try:
+        factory = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise RequestError(f"model factory {text!r} cannot be imported: {error}") from error
+    model = factory() if callable(factory) else factory
+    if not isinstance(model, nn.Module):
+        raise RequestError(f"model factory {text!r} returned {type(model).__name__}, not a torch.nn.Module")
+    return Source(name=text, live=model, config=getattr(model, "config", None))
+
+
+def _read_config(path: Path) -> Any:
+    """Read a config.json as transformers does; raises UnreadableFileError."""
+    if not path.is_file():
+        raise UnreadableFileError("model config", path, "No such file")
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(path), local_files_only=True)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UnreadableFileError("model config", path, str(error).strip().split("\n")[0]) from error
+
+
+def _own_input(config: Any) -> DefaultInput:
+    """Return the default input of a config that is no preset: its own dtype."""
+    dtype = str(getattr(config, "dtype", None)).removeprefix("torch.")
+    return replace(REAL, dtype=dtype) if dtype in ("float32", "bfloat16", "float16") else REAL

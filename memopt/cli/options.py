@@ -1,0 +1,49 @@
+"""The flags that both commands share."""
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import Parameter
+from cyclopts.validators import Number
+
+_COUNT = Number(gte=1)
+
+Model = Annotated[
+    str,
+    Parameter(
+        help="A preset, a config.json, a model directory, a hub id in the local cache (nothing is downloaded), or "
+        "package.module:factory, where factory() returns a model."
+    ),
+]
+ConfigFile = Annotated[
+    Path | None, Parameter(name="--config", help="A YAML file with activation_swap and further keys.")
+]
+Swap = Annotated[
+    Literal["none", "attention"] | None,
+    Parameter(help="What to swap to pinned host memory; it outranks the file's activation_swap."),
+]
+Passes = Annotated[
+    str | None,
+    Parameter(help="Passes to run instead of those of the configuration, e.g. attention-swap,prefetch-chain."),
+]
+BatchSize = Annotated[
+    int | None, Parameter(help="Sequences a batch. Default: the model's preset, else 1.", validator=_COUNT)
+]
+SeqLength = Annotated[
+    int | None, Parameter(help="Tokens a sequence. Default: the model's preset, else 1024.", validator=_COUNT)
+]
+Dtype = Annotated[
+    Literal["float32", "bfloat16", "float16"] | None,
+    Parameter(help="Of the weights. Default: the model's preset, else what its config says, else bfloat16."),
+]
+Autocast = Annotated[
+    Literal["none", "bfloat16", "float16"] | None, Parameter(help="Run forward under torch.autocast. Default: none.")
+]
+AttnImplementation = Annotated[
+    str | None, Parameter(help="As transformers names it: sdpa, eager, flash_attention_2, ... Default: sdpa.")
+]
+NumLayers = Annotated[
+    int | None, Parameter(help="Build this many layers instead of the config's number.", validator=_COUNT)
+]
+Output = Annotated[Path | None, Parameter(help="Write the report to this file instead of stdout.")]
+Debug = Annotated[bool, Parameter(negative="", help="Show tracebacks and the warnings of libraries.")]

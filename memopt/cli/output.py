@@ -1,0 +1,68 @@
+"""Reports out: stdout or a file, as text, JSON, SVG or HTML. Progress goes to stderr, and to terminals only."""
+
+import json
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+from memopt.errors import UnwritableFileError
+from memopt.report import rendered, rendered_html, rendered_svg
+
+SILENT_SECONDS = 1.0
+"""Work that is done sooner shows no progress."""
+
+
+def show(
+    renderable: RenderableType, values: Mapping[str, Any], *, format: str, output: Path | None, title: str = "memopt"
+) -> None:
+    """Write a report in one format; colour and the terminal's own width only for text on a terminal."""
+    if format == "text" and output is None and sys.stdout.isatty():
+        Console(highlight=False).print(renderable)
+        return
+    formats: dict[str, Callable[[], str]] = {
+        "text": lambda: rendered(renderable),
+        "json": lambda: json.dumps(values, indent=2) + "\n",
+        "svg": lambda: rendered_svg(renderable, title=title),
+        "html": lambda: rendered_html(renderable),
+    }
+    write(formats[format](), output)
+
+
+def write(text: str, output: Path | None) -> None:
+    """Write text to a file, or to stdout; raises UnwritableFileError."""
+    if output is None:
+        sys.stdout.write(text)
+        return
+    with writing("output", output):
+        output.write_text(text, encoding="utf-8")
+
+
+@contextmanager
+def writing(kind: str, path: Path) -> Iterator[None]:
+    """Turn what goes wrong with a file into an UnwritableFileError."""
+    try:
+        yield
+    except OSError as error:
+        raise UnwritableFileError(kind, path, error.strerror or str(error)) from None
+
+
+@contextmanager
+def progress(doing: str) -> Iterator[Callable[[str], None]]:
+    """Show on a terminal what is being done once it takes longer than a second; yields how to say what is next."""
+    if not sys.stderr.isatty():
+        yield lambda doing: None
+        return
+    status = Console(stderr=True).status(doing)
+    timer = threading.Timer(SILENT_SECONDS, status.start)
+    timer.start()
+    try:
+        yield status.update
+    finally:
+        timer.cancel()
+        timer.join()
+        status.stop()

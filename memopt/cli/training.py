@@ -1,0 +1,110 @@
+"""Train a few steps and write down what can be compared: losses, gradients, time, memory."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.errors import RequestError
+
+LEARNING_RATE = 1e-2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a few training steps gave, on the CPU."""
+
+    losses: tuple[torch.Tensor, ...]
+    gradients: tuple[Mapping[str, torch.Tensor], ...]
+    """Of every parameter that has one, a mapping a step."""
+    step_seconds: float
+    """The median."""
+    peak_device_bytes: int | None
+    """None on the CPU, which keeps no such count."""
+
+
+def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return a copy on the CPU of a model's parameters and buffers, from which `train` starts."""
+    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in _tensors(model)}
+
+
+def train(
+    model: nn.Module,
+    start: Mapping[str, torch.Tensor],
+    batches: Sequence[Mapping[str, Any]],
+    *,
+    autocast: str = "none",
+    seed: int = 0,
+    say: Callable[[str], None] = lambda doing: None,
+) -> Run:
+    """Train a step a batch with SGD, from the same weights and random state each time."""
+    device = next(model.parameters()).device
+    _restore(model, start)
+    torch.manual_seed(seed)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    _reset_peak(device)
+    losses, gradients, seconds = [], [], []
+    for number, batch in enumerate(batches, 1):
+        say(f"step {number} of {len(batches)}")
+        began = _now(device)
+        loss = _forward(model, batch, device, autocast)
+        loss.backward()
+        took = _now(device) - began
+        losses.append(loss.detach().cpu())
+        gradients.append({n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None})
+        began = _now(device)
+        optimizer.step()
+        optimizer.zero_grad()
+        seconds.append(took + _now(device) - began)
+        del loss
+    return Run(
+        losses=tuple(losses),
+        gradients=tuple(gradients),
+        step_seconds=median(seconds),
+        peak_device_bytes=_peak(device),
+    )
+
+
+def _forward(model: nn.Module, batch: Mapping[str, Any], device: torch.device, autocast: str) -> torch.Tensor:
+    with _autocast(device, autocast):
+        loss = getattr(model(**batch), "loss", None)
+    if not isinstance(loss, torch.Tensor):
+        raise RequestError(f"{type(model).__name__} returns no loss: it cannot be trained here")
+    return loss
+
+
+def _autocast(device: torch.device, dtype: str) -> AbstractContextManager[Any]:
+    return nullcontext() if dtype == "none" else torch.autocast(device.type, getattr(torch, dtype))
+
+
+def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _restore(model: nn.Module, start: Mapping[str, torch.Tensor]) -> None:
+    model.zero_grad()
+    with torch.no_grad():
+        for name, tensor in _tensors(model):
+            tensor.copy_(start[name])
+
+
+def _now(device: torch.device) -> float:
+    """Return the time once all that was asked of the device is done."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def _reset_peak(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.accelerator.memory.empty_cache()
+        torch.accelerator.memory.reset_peak_memory_stats(device)
+
+
+def _peak(device: torch.device) -> int | None:
+    return None if device.type == "cpu" else int(torch.accelerator.memory.max_memory_allocated(device))

@@ -1,0 +1,92 @@
+"""Hold a planned run against the run without the plan, and its counters against the plan."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from memopt.cli.training import Run
+from memopt.ir import Action, PlanAccount
+from memopt.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """How two runs differ."""
+
+    losses_equal: bool
+    """Every loss, bit for bit."""
+    gradients_equal: bool
+    """Every gradient of every step, bit for bit."""
+    max_loss: float
+    max_gradient: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copies:
+    """What the counters say after the planned run, and what the plan foretold for it."""
+
+    copied_out_bytes: int
+    copied_in_bytes: int
+    predicted_bytes: int | None
+    """Over all steps; None where the plan was made for another input."""
+
+
+def compare(one: Run, other: Run) -> Difference:
+    """Return how two runs differ."""
+    losses = [_distance(a, b) for a, b in zip(one.losses, other.losses, strict=True)]
+    names_equal = all(a.keys() == b.keys() for a, b in zip(one.gradients, other.gradients, strict=True))
+    gradients = [
+        _distance(a[name], b[name])
+        for a, b in zip(one.gradients, other.gradients, strict=True)
+        for name in a.keys() & b.keys()
+    ]
+    return Difference(
+        losses_equal=all(equal for equal, _ in losses),
+        gradients_equal=names_equal and all(equal for equal, _ in gradients),
+        max_loss=max((size for _, size in losses), default=0.0),
+        max_gradient=max((size for _, size in gradients), default=0.0),
+    )
+
+
+def training_faults(planned: Difference, noise: Difference | None) -> list[str]:
+    """Return what is wrong with a planned run; `noise` is how the run without a plan differs from itself."""
+    if noise is None or (noise.losses_equal and noise.gradients_equal):
+        faults = []
+        if not planned.losses_equal:
+            faults.append(f"losses differ from the run without the plan by up to {planned.max_loss:.3g}")
+        if not planned.gradients_equal:
+            faults.append(f"gradients differ from the run without the plan by up to {planned.max_gradient:.3g}")
+        return faults
+    if planned.max_loss <= noise.max_loss and planned.max_gradient <= noise.max_gradient:
+        return []
+    return [
+        f"the planned run differs by up to {planned.max_gradient:.3g} in a gradient and {planned.max_loss:.3g} in a "
+        f"loss; the run without the plan differs from itself by {noise.max_gradient:.3g} and {noise.max_loss:.3g} only"
+    ]
+
+
+def copy_faults(totals: PlanAccount, copies: Copies) -> list[str]:
+    """Return where the counters contradict the plan."""
+    swaps = any(target.action is Action.SWAP and target.swap_bytes for target in totals.targets)
+    if swaps and not (copies.copied_out_bytes and copies.copied_in_bytes):
+        return ["the plan swaps tensors, and nothing was copied"]
+    if copies.predicted_bytes is not None and copies.copied_out_bytes != copies.predicted_bytes:
+        out, foretold = format_bytes(copies.copied_out_bytes), format_bytes(copies.predicted_bytes)
+        return [f"{out} ({copies.copied_out_bytes} B) were copied out, the plan says {foretold}"]
+    return []
+
+
+def nearest(one: Difference, other: Difference) -> Difference:
+    """Return the smaller of two differences: to either of two runs that differ themselves."""
+    return min(one, other, key=lambda difference: (difference.max_gradient, difference.max_loss))
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[bool, float]:
+    """Return whether two tensors are equal bit for bit, and by how much they differ at most."""
+    if torch.equal(one, other):
+        return True, 0.0
+    if one.shape != other.shape:
+        return False, math.inf
+    size = float((one.double() - other.double()).abs().max())
+    return False, math.inf if math.isnan(size) else size

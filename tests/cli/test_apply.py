@@ -1,0 +1,125 @@
+"""memopt-apply: a real training run with a plan equals the run without it, or the command fails."""
+
+import json
+
+import pytest
+
+from memopt.cli import proof
+
+TINY = ("tiny-qwen3-moe", "--num-layers", "2", "--device", "cpu", "--steps", "2")
+KEYS = [
+    "verified",
+    "losses_equal",
+    "gradients_equal",
+    "max_gradient_difference",
+    "registered",
+    "copied_out",
+    "copied_in",
+    "predicted_swap_bytes",
+    "step_seconds",
+    "peak_device_bytes",
+    "notes",
+]
+
+
+def as_json(command, *arguments):
+    code, out, err = command("memopt-apply", *arguments, "--format", "json")
+    return code, json.loads(out), err
+
+
+def test_the_json_keys_are_the_contract(command):
+    code, values, err = as_json(command, *TINY, "--swap", "attention")
+    assert (code, err, list(values)) == (0, "", KEYS)
+    for key in ("registered", "copied_out", "copied_in"):
+        assert list(values[key]) == ["tensors", "bytes"]
+    for key in ("step_seconds", "peak_device_bytes"):
+        assert list(values[key]) == ["baseline", "planned"]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-llama"])
+def test_the_tiny_presets_train_alike(command, name):
+    code, values, _ = as_json(command, name, *TINY[1:], "--swap", "attention")
+    assert code == 0
+    assert values["verified"] and values["losses_equal"] and values["gradients_equal"]
+    assert values["max_gradient_difference"] == 0
+    assert values["copied_out"]["bytes"] == 2 * values["predicted_swap_bytes"] > 0
+    assert values["copied_in"] == values["copied_out"]
+    assert values["peak_device_bytes"] == {"baseline": None, "planned": None}
+
+
+def test_the_text_begins_with_the_verdict(command):
+    code, out, err = command("memopt-apply", *TINY, "--swap", "attention")
+    assert (code, err) == (0, "")
+    assert out.startswith("Verified: with the plan, 2 steps give the same losses and gradients")
+
+
+def test_a_saved_plan_is_applied_with_its_own_input(command, tmp_path):
+    path = tmp_path / "plan.json"
+    analyzed = ("tiny-qwen3-moe", "--num-layers", "2", "--batch-size", "1", "--seq-length", "1024")
+    command("memopt-analyze", *analyzed, "--swap", "attention", "--target-device", "cpu", "--save-plan", path)
+    code, values, _ = as_json(command, *TINY, "--plan", path)
+    assert (code, values["verified"]) == (0, True)
+    assert not any("another input" in note for note in values["notes"])
+
+
+def test_a_plan_of_another_shape_still_trains_alike(command, tmp_path):
+    path = tmp_path / "plan.json"
+    command("memopt-analyze", *TINY[:3], "--swap", "attention", "--target-device", "cpu", "--save-plan", path)
+    code, values, _ = as_json(command, *TINY, "--plan", path, "--seq-length", "700")
+    assert (code, values["verified"]) == (0, True)
+    assert any("another input" in note for note in values["notes"])
+
+
+def test_a_configuration_that_swaps_nothing_says_that_it_proves_nothing(command):
+    code, values, _ = as_json(command, *TINY, "--swap", "none")
+    assert (code, values["verified"], values["copied_out"]["bytes"]) == (0, True, 0)
+    assert any("prove nothing" in note for note in values["notes"])
+
+
+def test_no_verify_compares_nothing(command):
+    code, values, _ = as_json(command, *TINY, "--swap", "attention", "--no-verify")
+    assert (code, values["verified"], values["gradients_equal"]) == (0, None, None)
+    assert values["step_seconds"]["baseline"] is None
+    assert values["copied_out"]["bytes"] > 0
+
+
+def test_autocast_and_bfloat16_train_alike(command):
+    for options in (("--autocast", "bfloat16"), ("--dtype", "bfloat16")):
+        code, values, _ = as_json(command, *TINY, "--seq-length", "1024", "--swap", "attention", *options)
+        assert (code, values["verified"]) == (0, True)
+
+
+def test_weights_of_a_directory_are_trained(command, tmp_path):
+    from tests.cli.factories import llama
+
+    llama().save_pretrained(tmp_path)
+    code, values, _ = as_json(command, tmp_path, "--swap", "attention", "--device", "cpu", "--steps", "1")
+    assert (code, values["verified"]) == (0, True)
+    assert values["copied_out"]["bytes"] > 0
+
+
+def test_a_run_that_differs_fails_and_prints_its_json(command):
+    code, values, err = as_json(
+        command, "tests.cli.factories:dropout_noise", "--swap", "attention", "--device", "cpu", "--steps", "1"
+    )
+    assert code == 1
+    assert (values["verified"], values["losses_equal"], values["gradients_equal"]) == (False, False, False)
+    assert values["max_gradient_difference"] > 0
+    assert err.startswith("error: verification failed: losses differ")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_plan_that_copies_nothing_fails(command, monkeypatch):
+    class Idle:
+        def stats(self):
+            from memopt.runtime.counters import Stats
+
+            return Stats(0, 0, 0, 0, 0, 0)
+
+        def undo(self):
+            pass
+
+    monkeypatch.setattr(proof.memopt, "apply", lambda model, plan: Idle())
+    code, values, err = as_json(command, *TINY, "--swap", "attention")
+    assert (code, values["verified"], values["gradients_equal"]) == (1, False, True)
+    assert "the plan swaps tensors, and nothing was copied" in err

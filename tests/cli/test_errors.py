@@ -1,0 +1,199 @@
+"""Every wrong request: its exit code, and the one line on stderr."""
+
+import pytest
+import torch
+
+from memopt.cli import analyze as analyze_command
+from memopt.cli.run import run
+from memopt.errors import RequestError
+
+BOTH = pytest.mark.parametrize("name", ["memopt-analyze", "memopt-apply"])
+TINY = ("tiny-llama", "--num-layers", "1", "--batch-size", "1", "--seq-length", "16")
+
+
+@BOTH
+def test_no_model(fails, name):
+    code, line = fails(name)
+    assert code == 2
+    assert "MODEL" in line
+
+
+@BOTH
+def test_unknown_model_names_the_nearest_and_the_other_forms(fails, name):
+    code, line = fails(name, "qwen3-30b", "--swap", "attention")
+    assert code == 2
+    assert line.startswith("no model is called 'qwen3-30b'; did you mean ")
+    assert "'qwen3-30b-a3b'" in line.partition("?")[0]
+    assert line.endswith(
+        "; or a config.json, a model directory, a hub id in the local cache, or package.module:factory"
+    )
+
+
+@BOTH
+def test_a_hub_id_that_is_not_in_the_cache(fails, name):
+    code, line = fails(name, "nobody/nothing-at-all", "--swap", "attention")
+    assert code == 2
+    assert "no model is called 'nobody/nothing-at-all'" in line
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("arguments", "parts"),
+    [
+        (["--swap", "mlp"], ["--swap", "mlp", "none", "attention"]),
+        (["--swap", "attention", "--dtype", "int8"], ["--dtype", "int8", "float32", "bfloat16", "float16"]),
+        (["--swap", "attention", "--autocast", "int8"], ["--autocast", "int8", "none"]),
+        (["--swap", "attention", "--batch-size", "0"], ["--batch-size", "0", ">= 1"]),
+        (["--swap", "attention", "--seq-length", "many"], ["--seq-length", "many", "int"]),
+        (["--swap", "attention", "--num-layers", "-1"], ["--num-layers", ">= 1"]),
+        (["--swap", "attention", "--format", "pdf"], ["--format", "pdf", "text", "json"]),
+        (["--swap", "attention", "--sequence-length", "8"], ["--sequence-length"]),
+        (["--passes", "attention-swp"], ["no pass is called 'attention-swp'", "did you mean 'attention-swap'"]),
+    ],
+)
+def test_illegal_values_name_the_legal_ones(fails, name, arguments, parts):
+    code, line = fails(name, "tiny-llama", *arguments)
+    assert code == 2
+    for part in parts:
+        assert part in line
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("activation_swp: attention", "no config key is called 'activation_swp'; did you mean 'activation_swap'"),
+        ("activation_swap: mlp", "activation_swap='mlp' is not legal; legal: none, attention"),
+        ("a: b: c", "memopt.yaml' cannot be read: line 1: "),
+        ("activation_swap: attention\npp_size: 2", "activation_swap='attention' does not support pipeline parallelism"),
+        ("activation_checkpoint: full", "activation_checkpoint='full' is not implemented"),
+    ],
+)
+def test_bad_configs(fails, tmp_path, name, text, part):
+    (tmp_path / "memopt.yaml").write_text(text)
+    code, line = fails(name, "tiny-llama", "--config", tmp_path / "memopt.yaml")
+    assert code == 2
+    assert part in line
+
+
+@BOTH
+def test_a_config_that_is_not_there(fails, tmp_path, name):
+    code, line = fails(name, "tiny-llama", "--config", tmp_path / "no.yaml")
+    assert (code, "no.yaml' cannot be read: No such file" in line) == (2, True)
+
+
+@BOTH
+@pytest.mark.parametrize("text", ["{", "[]", '{"model_type": "no-such-type"}', "{}"])
+def test_a_model_config_that_is_none(fails, tmp_path, name, text):
+    (tmp_path / "config.json").write_text(text)
+    for path in (tmp_path, tmp_path / "config.json"):
+        code, line = fails(name, path, "--swap", "attention")
+        assert (code, "model config" in line, "cannot be read" in line) == (2, True, True)
+
+
+@BOTH
+def test_a_directory_without_a_config(fails, tmp_path, name):
+    code, line = fails(name, tmp_path, "--swap", "attention")
+    assert (code, "config.json' cannot be read: No such file" in line) == (2, True)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("factory", "part"),
+    [
+        ("no.such.module:build", "No module named 'no'"),
+        ("tests.cli.factories:nothing", "has no attribute 'nothing'"),
+        ("tests.cli.factories:no_model", "returned str, not a torch.nn.Module"),
+        ("tests.cli.factories:no_tokens", "takes no input_ids"),
+    ],
+)
+def test_bad_factories(fails, name, factory, part):
+    code, line = fails(name, factory, "--swap", "attention")
+    assert code == 2
+    assert part in line
+
+
+@BOTH
+def test_num_layers_is_for_configs(fails, name):
+    code, line = fails(name, "tests.cli.factories:llama", "--swap", "attention", "--num-layers", "1")
+    assert (code, "--num-layers changes a config" in line) == (2, True)
+
+
+@BOTH
+def test_no_self_attn_is_a_failure_of_the_work(fails, name):
+    code, line = fails(name, "tests.cli.factories:gpt2", "--swap", "attention", "--batch-size", 1, "--seq-length", 16)
+    assert (code, line) == (
+        1,
+        "activation_swap='attention' found no self_attn modules in GPT2LMHeadModel; "
+        "expected attention modules registered as self_attn",
+    )
+
+
+@BOTH
+def test_an_output_that_cannot_be_written(fails, tmp_path, name):
+    code, line = fails(name, *TINY, "--swap", "none", "--output", tmp_path / "no" / "report.txt")
+    assert (code, "report.txt' cannot be written: No such file" in line) == (2, True)
+
+
+def test_a_plan_that_cannot_be_written(fails, tmp_path):
+    code, line = fails("memopt-analyze", *TINY, "--save-plan", tmp_path / "no" / "plan.json")
+    assert (code, "plan.json' cannot be written: No such file" in line) == (2, True)
+
+
+def test_apply_wants_something_to_apply(fails):
+    code, line = fails("memopt-apply", "tiny-llama")
+    assert (code, line) == (2, "what to apply? give one of --config FILE, --plan PLAN.json and --swap attention")
+
+
+def test_a_plan_excludes_other_decisions(fails, tmp_path):
+    code, line = fails("memopt-apply", "tiny-llama", "--plan", tmp_path / "plan.json", "--swap", "attention")
+    assert (code, line.startswith("--plan holds all decisions")) == (2, True)
+
+
+@pytest.mark.parametrize("text", [None, "", "{}", '{"schema_version": 99}'])
+def test_an_unreadable_plan(fails, tmp_path, text):
+    path = tmp_path / "plan.json"
+    if text is not None:
+        path.write_text(text)
+    code, line = fails("memopt-apply", "tiny-llama", "--plan", path)
+    assert (code, "plan.json' cannot be read: " in line) == (2, True)
+
+
+def test_a_plan_for_another_model(command, fails, tmp_path):
+    path = tmp_path / "plan.json"
+    assert command("memopt-analyze", *TINY, "--swap", "attention", "--save-plan", path)[0] == 0
+    code, line = fails("memopt-apply", "tiny-qwen3-moe", "--num-layers", "1", "--plan", path, "--no-verify")
+    assert code == 2
+    assert line.startswith("the plan was made for another model (tiny-llama): at 'model.layers.0.self_attn'")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_cuda_without_cuda(fails):
+    code, line = fails("memopt-apply", "tiny-llama", "--swap", "attention", "--device", "cuda")
+    assert (code, line) == (
+        2,
+        "device='cuda' is not available: this torch sees no CUDA device; legal here: auto, cpu",
+    )
+
+
+def test_debug_shows_the_traceback():
+    with pytest.raises(RequestError):
+        run(analyze_command.app, ["no-such-model", "--debug"])
+
+
+def test_an_interrupt_is_quiet(monkeypatch, capfd):
+    def interrupt(*args, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("memopt.cli.analyze.trace", interrupt)
+    assert run(analyze_command.app, list(TINY)) == 130
+    assert capfd.readouterr() == ("", "")
+
+
+def test_an_error_of_a_library_is_one_line_too(monkeypatch, capfd):
+    def fail(*args, **options):
+        raise RuntimeError("first line\nsecond line")
+
+    monkeypatch.setattr("memopt.cli.analyze.trace", fail)
+    assert run(analyze_command.app, list(TINY)) == 1
+    assert capfd.readouterr().err == "error: RuntimeError: first line second line (--debug shows where)\n"
