@@ -61,8 +61,6 @@ class Observation:
     held: set[int] = field(default_factory=set)
     output: Any = None
     active: list[Call] = field(default_factory=list)
-    unpacked: list[int] = field(default_factory=list)
-    """The saves that were unpacked since the list was last emptied; `roles` reads autograd's fields this way."""
 
 
 def observe(
@@ -116,7 +114,6 @@ def _saving_hooks(seen: Observation, model: nn.Module) -> tuple[Callable, Callab
         return ticket
 
     def unpack(ticket: Ticket) -> torch.Tensor:
-        seen.unpacked.append(ticket.index)
         return seen.saves[ticket.index].tensor
 
     return pack, unpack

@@ -9,7 +9,7 @@ from memopt.ir import Plan
 from memopt.runtime.contract import check_rewritable, preserved
 from memopt.runtime.counters import Stats, summed
 from memopt.runtime.engine import engine_of
-from memopt.runtime.group import counters_of
+from memopt.runtime.module_state import state_of
 from memopt.runtime.region import Region, previous_of, region_of, set_previous
 from memopt.runtime.rewrite import is_rewritten, restore_module, rewrite_module
 
@@ -23,7 +23,7 @@ class Rewriting:
 
     def stats(self) -> Stats:
         """Return what was registered and copied so far, over all rewritten modules of the model."""
-        return summed(counters_of(module) for module in self.model.modules() if is_rewritten(module))
+        return summed(state_of(module).counters for module in self.model.modules() if is_rewritten(module))
 
     def undo(self) -> None:
         """Give every rewritten module its own class back."""

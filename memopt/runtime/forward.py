@@ -2,15 +2,20 @@
 
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import nn
 
 from memopt.errors import GraphCompileError
+from memopt.runtime.choice import Choice
 from memopt.runtime.engine import engine_of
-from memopt.runtime.group import Group, counters_of, link, unpack
+from memopt.runtime.group import Group
+from memopt.runtime.handles import unpack
+from memopt.runtime.module_state import link, state_of
 from memopt.runtime.region import Region, previous_of, region_of
+from memopt.runtime.roles import Lesson, signature
 
 
 class _Inside(threading.local):
@@ -48,15 +53,27 @@ def _run(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    group = Group(region, engine_of(device), counters_of(module), module)
+    state = state_of(module)
+    key = signature(module, args, kwargs, device.type)
+    table = state.tables.get(key)
+    lesson = Lesson() if table is None else None
+    choice = Choice(region, module, device)
+    group = Group(region, engine_of(device), state.counters, choice, table=table, lesson=lesson)
     link(group, module, previous_of(module))
     _inside.modules.append(module)
     try:
-        with torch.autograd.graph.saved_tensors_hooks(group.pack, unpack):
+        with (
+            lesson.watching(module) if lesson else nullcontext(),
+            torch.autograd.graph.saved_tensors_hooks(group.pack, unpack),
+        ):
             output = forward(*args, **kwargs)
     finally:
         _inside.modules.pop()
+    if lesson:
+        state.remember(key, lesson.table(output))
     group.close()
+    if table is not None and not group.fits_table:
+        state.tables.pop(key, None)  # the forward took another way; the next call learns it
     return output
 
 

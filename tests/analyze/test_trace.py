@@ -102,10 +102,10 @@ def test_flows_lead_from_makers_to_users():
 
 @pytest.mark.parametrize(
     ("dtype", "masked", "kernel"),
-    [("bfloat16", False, "Flash"), ("bfloat16", True, "Efficient"), ("float32", False, None)],
+    [("bfloat16", False, "Flash"), ("bfloat16", True, "Efficient"), ("float32", True, "Efficient"), ("float32", False, None)],
 )
 def test_a_gpu_kernel_is_planned_for_without_a_gpu(dtype, masked, kernel):
-    model = models.llama().to(getattr(torch, dtype))
+    model = models.llama(num_key_value_heads=2).to(getattr(torch, dtype))
     inputs = models.batch(seq_length=64)
     if masked:
         inputs["attention_mask"] = torch.ones_like(inputs["input_ids"]).tril_(0)

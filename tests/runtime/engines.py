@@ -10,8 +10,13 @@ from memopt.ir import CheckpointPolicy
 from memopt.runtime import CpuBackend
 from memopt.runtime import engine as engine_module
 from memopt.runtime.engine import Engine
+from memopt.runtime.module_state import state_of
 
 CPU = torch.device("cpu")
+
+
+def counters_of(module):
+    return state_of(module).counters
 
 
 def everything(tensor):

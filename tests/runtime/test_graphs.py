@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.runtime import swap_wrapper
-from memopt.runtime.group import counters_of
+from tests.runtime.engines import counters_of
 from tests import models
 from tests.runtime.engines import cpu_engine, everything
 from tests.runtime.steps import SWAP, assert_equal_gradients, gradients

@@ -12,7 +12,7 @@ from torch import nn
 import memopt
 from memopt.errors import SavedTensorModifiedError
 from memopt.runtime import swap_wrapper
-from memopt.runtime.group import counters_of
+from tests.runtime.engines import counters_of
 from tests import models
 from tests.runtime.engines import assert_empty, cpu_engine, everything
 from tests.runtime.steps import SWAP, assert_equal_steps, step

@@ -1,0 +1,49 @@
+"""Read the autograd graph: which node holds which saved tensor. Nothing is unpacked by looking."""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_iter
+
+_RAW = "_raw_saved_"
+
+
+def packed_saves(output: Any, *, since: int = 0) -> Iterator[tuple[str, str, Any]]:
+    """Yield (node name, field, what the pack hook returned) of every save that backward from an output can reach.
+
+    Nearest nodes first. `since` leaves out the nodes made before that sequence number, and what lies behind them.
+    A field that holds several tensors is numbered: ``saved_tensors[0]``.
+    """
+    fields: dict[type, tuple[str, ...]] = {}
+    for node in _nodes(output, since):
+        kind = type(node)
+        if kind not in fields:
+            fields[kind] = tuple(name for name in dir(node) if name.startswith(_RAW))
+        for name in fields[kind]:
+            field = "saved_tensors" if name == "_raw_saved_tensors" else name.removeprefix(_RAW)
+            raw = getattr(node, name)
+            if not isinstance(raw, (tuple, list)):
+                yield node.name(), field, getattr(raw, "data", None)
+                continue
+            for position, one in enumerate(raw):
+                yield node.name(), f"{field}[{position}]", getattr(one, "data", None)
+
+
+def sequence_number() -> int:
+    """Return the number that the next node of this thread's forward will get."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _nodes(output: Any, since: int) -> Iterator[Any]:
+    roots: Iterable[Any] = (leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, torch.Tensor))
+    todo = deque(dict.fromkeys(node for node in roots if node is not None and node._sequence_nr() >= since))
+    seen = set(todo)
+    while todo:
+        node = todo.popleft()
+        yield node
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen and following._sequence_nr() >= since:
+                seen.add(following)
+                todo.append(following)

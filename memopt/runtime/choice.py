@@ -1,0 +1,37 @@
+"""Which saved tensors of one region call are swapped."""
+
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from memopt.ir import Action, Kind
+from memopt.runtime.policy import SWAPS, policy_of
+from memopt.runtime.region import Region
+from memopt.tensors import kind_of, storage_keys
+
+_PLAIN = (torch.Tensor, nn.Parameter)
+"""The classes whose storage is all there is to them; subclasses stay on the device."""
+
+
+class Choice:
+    """Ask the region's policy, but never swap a parameter, a buffer, a cast of a parameter, or what is elsewhere."""
+
+    def __init__(self, region: Region, module: nn.Module, device: torch.device) -> None:
+        self._policy = policy_of(region.policy)
+        self._keeps_all = region.action is Action.KEEP
+        self._module = module
+        self._device = device
+
+    def swaps(self, tensor: torch.Tensor) -> bool:
+        """Decide on one saved tensor."""
+        if self._keeps_all or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+            return False
+        if tensor.device != self._device or tensor.is_conj() or tensor.is_neg() or self._policy(tensor) not in SWAPS:
+            return False
+        return kind_of(tensor, *self._storages) is Kind.ACTIVATION
+
+    @cached_property
+    def _storages(self) -> tuple[frozenset[int], frozenset[int]]:
+        """The storages of the parameters and buffers, taken in each call anew: FSDP2 unshards only now."""
+        return storage_keys(self._module.parameters()), storage_keys(self._module.buffers())

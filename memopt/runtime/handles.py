@@ -1,0 +1,76 @@
+"""What autograd holds in the place of a saved tensor."""
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from memopt.errors import SavedTensorModifiedError
+from memopt.runtime.slot import Slot
+
+if TYPE_CHECKING:
+    from memopt.runtime.group import Group
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+_NOTHING = torch.empty(0)
+
+
+class Kept:
+    """A saved tensor that stays on the device, or is left to the hooks around the region."""
+
+    __slots__ = ("__weakref__", "_group", "_unpack", "_value", "_version")
+
+    def __init__(self, group: "Group", tensor: torch.Tensor, outer: Hooks | None) -> None:
+        self._group = group
+        self._version = tensor._version
+        # Detached: a tensor with a grad_fn, held here, would keep its own graph alive for ever.
+        self._value = outer[0](tensor) if outer else tensor.detach()
+        self._unpack = outer[1] if outer else None
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor; raise SavedTensorModifiedError if it was written to since."""
+        self._group.reach()
+        if self._unpack is not None:
+            return self._unpack(self._value)
+        _check_version(self._group, self._value, self._version, self._value.shape)
+        return self._value
+
+
+class Swapped:
+    """A saved tensor whose storage is a slot; many of these may share one."""
+
+    __slots__ = (
+        "__weakref__", "_dtype", "_group", "_offset", "_shape", "_slot", "_stride", "_version", "_witness",
+    )  # fmt: skip
+
+    def __init__(self, group: "Group", tensor: torch.Tensor, slot: Slot) -> None:
+        self._group = group
+        self._slot = slot
+        self._dtype = tensor.dtype
+        self._shape = tensor.shape
+        self._stride = tensor.stride()
+        self._offset = tensor.storage_offset()
+        self._version = tensor._version
+        # Shares the tensor's version counter, but none of its memory.
+        self._witness = tensor.detach()
+        self._witness.data = _NOTHING
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, exact in class, dtype, size and stride; raise as `Kept.unpack`."""
+        self._group.reach()
+        _check_version(self._group, self._witness, self._version, self._shape)
+        storage = self._slot.engine.storage_of(self._slot, self._group.counters)
+        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(
+            storage, self._offset, self._shape, self._stride
+        )
+
+
+def unpack(handle: Kept | Swapped) -> torch.Tensor:
+    """Return what a handle stands for: the hook that autograd calls in backward."""
+    return handle.unpack()
+
+
+def _check_version(group: "Group", witness: torch.Tensor, saved_version: int, shape: Iterable[int]) -> None:
+    if witness._version != saved_version:
+        raise SavedTensorModifiedError(group.fqn, tuple(shape), saved_version, witness._version)
