@@ -1,5 +1,6 @@
 """Learn which save is which in a region's forward, once a signature; afterwards pack is a table look-up."""
 
+import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -72,6 +73,7 @@ class Lesson:
 
     def __init__(self) -> None:
         self._since = sequence_number()
+        self._thread = threading.get_ident()  # another thread may run the same modules meanwhile
         self._calls = [("", 0)]
         self._num_calls = 0
         self._notes: list[tuple[tuple[str, int], Entry, weakref.ref[Any]]] = []
@@ -93,11 +95,13 @@ class Lesson:
     @contextmanager
     def _watching_child(self, name: str, child: nn.Module) -> Iterator[None]:
         def begin(*_: Any) -> None:
-            self._num_calls += 1
-            self._calls.append((name, self._num_calls))
+            if threading.get_ident() == self._thread:
+                self._num_calls += 1
+                self._calls.append((name, self._num_calls))
 
         def end(*_: Any) -> None:
-            self._calls.pop()
+            if threading.get_ident() == self._thread:
+                self._calls.pop()
 
         hooks = child.register_forward_pre_hook(begin), child.register_forward_hook(end, always_call=True)
         try:
