@@ -28,19 +28,8 @@ class Group:
     """The saves of one region in one forward call. Handles own it; groups hold each other weakly."""
 
     __slots__ = (
-        "__weakref__",
-        "_buffers",
-        "_outer",
-        "_parameters",
-        "_policy",
-        "_reached",
-        "_region",
-        "_slots",
-        "counters",
-        "engine",
-        "has_successor",
-        "previous",
-        "thread",
+        "__weakref__", "counters", "engine", "has_successor", "previous", "thread",
+        "_buffers", "_outer", "_parameters", "_policy", "_reached", "_region", "_slots",
     )  # fmt: skip
 
     def __init__(self, region: Region, engine: Engine, counters: Counters, module: nn.Module) -> None:
