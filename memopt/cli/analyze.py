@@ -1,7 +1,7 @@
 """memopt-analyze: what would a plan do for this model's memory."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -74,10 +74,11 @@ def analyze(
 def trace(source: "Source", request: InputRequest, target_device: str) -> "ModuleGraph":
     """Trace a model that was found, on the input that the flags ask for."""
     import memopt
+    from memopt.cli.models import adapt_live
 
     given = request.over(source.default)
-    if source.live is not None and request.dtype:
-        source.live.to(_torch_dtype(request.dtype))
+    if source.live is not None:
+        adapt_live(source.live, dtype=request.dtype, attn_implementation=request.attn_implementation)
     return memopt.analyze(
         source.config if source.live is None else source.live,
         batch_size=given.batch_size,
@@ -88,12 +89,6 @@ def trace(source: "Source", request: InputRequest, target_device: str) -> "Modul
         target_device=target_device,
         name=source.name,
     )
-
-
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
 
 
 def main() -> None:

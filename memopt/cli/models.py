@@ -50,6 +50,18 @@ def set_num_layers(config: Any, num_layers: int) -> None:
     text_config.num_hidden_layers = num_layers
 
 
+def adapt_live(model: Any, *, dtype: str | None, attn_implementation: str | None) -> None:
+    """Give a factory's model the dtype and the attention that the flags name; None leaves it as it is."""
+    import torch
+
+    if dtype:
+        model.to(getattr(torch, dtype))
+    if attn_implementation and not hasattr(model, "set_attn_implementation"):
+        raise RequestError(f"{type(model).__name__} has no set_attn_implementation(): leave out --attn-implementation")
+    if attn_implementation:
+        model.set_attn_implementation(attn_implementation)
+
+
 def _from_preset(text: str) -> Source | None:
     if text not in PRESETS:
         return None
