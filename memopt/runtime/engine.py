@@ -26,7 +26,9 @@ HOST_SHARE = 0.8
 class Engine:
     """Swap storages of one device out to the host and back."""
 
-    def __init__(self, backend: Backend, *, cap_bytes: int | None = None) -> None:
+    def __init__(
+        self, backend: Backend, *, cap_bytes: int | None = None, in_flight_bytes: int = IN_FLIGHT_BYTES
+    ) -> None:
         cap_bytes = int(available_host_bytes() * HOST_SHARE) if cap_bytes is None else cap_bytes
         self.backend = backend
         self.pool = HostPool(backend.allocate_host, cap_bytes=cap_bytes, slab_bytes=backend.slab_bytes)
@@ -36,6 +38,7 @@ class Engine:
         """By (storage, version); the weak reference keeps the storage's address from being given to another one."""
         self._leaving: deque[tuple[Event, int, list[weakref.ref[Slot]]]] = deque()
         self._leaving_bytes = 0
+        self._in_flight_bytes = in_flight_bytes
         self._warned = False
         self._lock = threading.RLock()
 
@@ -62,7 +65,7 @@ class Engine:
                 self._leave(moving, event)
                 counters.copied_out_tensors += len(moving)
                 counters.copied_out_bytes += sum(slot.num_bytes for slot in moving)
-            self._settle(IN_FLIGHT_BYTES)
+            self._settle(self._in_flight_bytes)
 
     def load(self, slots: Iterable[Slot], counters: Counters) -> None:
         """Start copying back what is on the host; what has not left the device yet just stays there."""

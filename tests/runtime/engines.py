@@ -20,9 +20,12 @@ def everything(tensor):
 
 
 @contextlib.contextmanager
-def cpu_engine(*, cap_bytes=1 << 30, **options):
-    """Put a new engine in the CPU's place; in the end nothing may be left in it."""
-    engine = Engine(CpuBackend(**options), cap_bytes=cap_bytes)
+def cpu_engine(*, cap_bytes=1 << 30, in_flight_bytes=0, **options):
+    """Put a new engine in the CPU's place; in the end nothing may be left in it.
+
+    Without bytes in flight every region's end waits for its copies, so that everything really leaves and comes back.
+    """
+    engine = Engine(CpuBackend(**options), cap_bytes=cap_bytes, in_flight_bytes=in_flight_bytes)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(engine_module._ENGINES, CPU, engine)
         yield engine

@@ -214,8 +214,8 @@ class WritingLater(nn.Module):
 @pytest.mark.parametrize("policy", [everything, lambda t: memopt.CheckpointPolicy.MUST_SAVE], ids=["swapped", "kept"])
 def test_writing_in_place_after_the_save_is_as_loud_as_in_autograd(when, policy):
     x = torch.randn(512, 512, requires_grad=True)
-    delay = (lambda: 0.05) if when == "during" else None
-    with cpu_engine(delay_s=delay) as engine:
+    slow = {"delay_s": lambda: 0.05, "in_flight_bytes": 1 << 30} if when == "during" else {}
+    with cpu_engine(**slow) as engine:
         region = swap_wrapper(WritingLater(when), policy)
         out = region(x)
         z = out * 1

@@ -19,7 +19,7 @@ class ThreadEvent:
     def __init__(self, copies: Copies, after: Sequence[Event]) -> None:
         self._copies, self._after = copies, after
         self._flag = threading.Event()
-        self._error: BaseException | None = None
+        self._error: str | None = None
 
     def done(self) -> bool:
         """Tell whether the worker has finished the batch."""
@@ -29,7 +29,7 @@ class ThreadEvent:
         """Block until the batch is finished; raise what the worker met."""
         self._flag.wait()
         if self._error is not None:
-            raise self._error
+            raise RuntimeError(f"a copy of a swapped tensor failed: {self._error}")
 
     def run(self, delay_s: float) -> None:
         """Copy, then let go of the tensors and say so."""
@@ -41,8 +41,9 @@ class ThreadEvent:
             for source, target in self._copies:
                 target.copy_(source)
                 del source, target
-        except BaseException as error:  # whoever waits for the event must see it
-            self._error = error
+        except BaseException as error:
+            # Whoever waits for the event must see it; as text, since its traceback would hold the graph for ever.
+            self._error = str(error) or type(error).__name__
         finally:
             self._copies, self._after = (), ()
             self._flag.set()

@@ -1,0 +1,209 @@
+"""Attention swap on one GPU beside the baseline and save_on_cpu, in one process, on the same model and batch.
+
+The optimizer steps in backward with a learning rate of 0: each gradient is made, used and dropped as in real training
+that barely fits, yet the weights stay as they are, so that the gradients of all modes can be compared by checksum.
+
+    python benchmarks/gpu_attention_swap.py qwen3-30b-a3b --seq-length 4096 --pairs 10 --output docs/benchmarks/x.json
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+import time
+from importlib import resources
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import memopt
+from memopt.ir import account
+from memopt.runtime.engine import engine_of
+
+
+def build(preset, num_layers, device):
+    facts = json.loads((resources.files("memopt.presets") / f"{preset}.json").read_text())
+    facts |= {"num_hidden_layers": num_layers} if num_layers else {}
+    config = AutoConfig.for_model(**facts)
+    torch.manual_seed(0)
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+
+
+class StepInBackward:
+    """SGD with a learning rate of 0 as each gradient is ready; notes checksums when asked to."""
+
+    def __init__(self, model):
+        self.sums = None
+        for name, parameter in model.named_parameters():
+            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._step(name, p))
+
+    def _step(self, name, parameter):
+        grad = parameter.grad
+        if self.sums is not None:
+            bits = grad.view(torch.int16) if grad.dtype is torch.bfloat16 else grad.view(torch.int32)
+            self.sums[name] = (bits.sum(dtype=torch.int64), grad.float().norm())
+        with torch.no_grad():
+            parameter.add_(grad, alpha=-0.0)
+        parameter.grad = None
+
+    def checksums(self, model, batch):
+        """Return {name: (sum of bits, norm)} and the loss of one step."""
+        self.sums = {}
+        loss = train_step(model, batch)
+        sums, self.sums = {n: (int(b), float(m)) for n, (b, m) in self.sums.items()}, None
+        return sums, float(loss)
+
+
+def train_step(model, batch):
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach()
+
+
+@contextlib.contextmanager
+def nothing(model, plan):
+    yield None
+
+
+@contextlib.contextmanager
+def attention_swap(model, plan):
+    handle = memopt.apply(model, plan)
+    try:
+        yield handle
+    finally:
+        handle.undo()
+
+
+@contextlib.contextmanager
+def save_on_cpu(model, plan):
+    """torch's own offload around each self_attn: copies weights too, and waits for every copy."""
+    attentions = [layer.self_attn for layer in model.model.layers]
+    for attention in attentions:
+        attention.forward = _saving_on_cpu(attention.forward)
+    try:
+        yield None
+    finally:
+        for attention in attentions:
+            del attention.forward
+
+
+def _saving_on_cpu(forward):
+    def run(*args, **kwargs):
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()):
+            return forward(*args, **kwargs)
+
+    return run
+
+
+MODES = {"nothing": nothing, "attention swap": attention_swap, "save_on_cpu": save_on_cpu}
+
+
+def timed(model, batch, device):
+    """Return (seconds, peak allocated bytes) of one step."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    train_step(model, batch)
+    if device == "cuda":
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return seconds, torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def measure(mode, model, plan, batch, device, steps):
+    """Warm up, then return the times and peaks of some steps and the bytes copied in each."""
+    with MODES[mode](model, plan) as handle:
+        timed(model, batch, device)
+        before = handle.stats() if handle else None
+        rows = [timed(model, batch, device) for _ in range(steps)]
+        after = handle.stats() if handle else None
+        copied = {}
+        if handle:
+            copied = {
+                "out_bytes": (after.copied_out_bytes - before.copied_out_bytes) // steps,
+                "in_bytes": (after.copied_in_bytes - before.copied_in_bytes) // steps,
+            }
+    gc.collect()
+    return rows, copied
+
+
+def compare_gradients(stepper, model, plan, batch):
+    """Return how many gradients differ from the baseline: the baseline's own, run again, and each mode's."""
+    reference, loss = stepper.checksums(model, batch)
+    found = {}
+    for name, mode in [("nothing, again", nothing), *list(MODES.items())[1:]]:
+        with mode(model, plan):
+            train_step(model, batch)
+            sums, other_loss = stepper.checksums(model, batch)
+        different = [n for n in reference if sums[n][0] != reference[n][0]]
+        worst = max((abs(sums[n][1] / reference[n][1] - 1) for n in different if reference[n][1]), default=0.0)
+        found[name] = {"different": len(different), "of": len(reference), "worst_norm_ratio": worst,
+                       "loss_equal": loss == other_loss}  # fmt: skip
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--modes", default="attention swap")
+    parser.add_argument("--slow-modes", default="save_on_cpu")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(args.preset, args.num_layers, device)
+    ids = torch.randint(0, model.config.vocab_size, (args.batch_size, args.seq_length), device=device)
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    stepper = StepInBackward(model)
+    plan = memopt.plan(memopt.analyze(model, batch, name=args.preset), activation_swap="attention")
+    gradients = compare_gradients(stepper, model, plan, batch)
+    print(json.dumps(gradients), flush=True)
+    results = {"nothing": []} | {mode: [] for mode in [*args.modes.split(","), *filter(None, args.slow_modes.split(","))]}
+    copied = {}
+    for pair in range(args.pairs):
+        for mode in results:
+            if pair > 2 and mode in args.slow_modes.split(","):
+                continue
+            rows, moved = measure(mode, model, plan, batch, device, steps=2)
+            results[mode].append(rows)
+            copied[mode] = moved
+        print(pair, {m: [round(r[0], 3) for r in rows[-1]] for m, rows in results.items() if rows}, flush=True)
+    report = summary(args, model, plan, results, copied, gradients, device)
+    print(json.dumps(report, indent=1))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def summary(args, model, plan, results, copied, gradients, device):
+    base = results["nothing"]
+    rows = {}
+    for mode, measured in results.items():
+        seconds = [s for rows in measured for s, _ in rows]
+        ratios = [s / b for rows, base_rows in zip(measured, base) for (s, _), (b, _) in zip(rows, base_rows)]
+        rows[mode] = {
+            "peak_bytes": max(p for rows in measured for _, p in rows),
+            "step_seconds": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
+            "ratio_to_nothing": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
+            **copied[mode],
+        }
+    predicted = account(plan)
+    pool = engine_of(torch.device(device, 0) if device == "cuda" else torch.device("cpu")).pool
+    return {
+        "model": args.preset, "num_layers": model.config.num_hidden_layers, "batch_size": args.batch_size,
+        "seq_length": args.seq_length, "dtype": "bfloat16", "attn_implementation": "sdpa", "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "predicted": {"swap_bytes": predicted.swap_bytes, "freed_bytes": predicted.freed_bytes},
+        "host_pool_bytes": pool.held_bytes, "modes": rows, "gradients": gradients,
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

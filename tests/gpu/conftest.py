@@ -1,0 +1,22 @@
+"""Everything here needs an accelerator and is skipped where there is none."""
+
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    skip = pytest.mark.skip(reason="needs CUDA")
+    for item in items:
+        if "tests/gpu" in str(item.path):
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def deterministic():
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(before)
+    torch.cuda.synchronize()
