@@ -82,7 +82,7 @@ def _is_graph_traced() -> bool:
 def _device(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """Return where a region computes: at its parameters, else at its first tensor argument."""
     tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
-    first = next(module.parameters(), None)
+    first: torch.Tensor | None = next(module.parameters(), None)
     first = next(tensors, None) if first is None else first
     return None if first is None or first.device.type == "meta" else first.device
 
