@@ -23,9 +23,7 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-def run_region(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def run_region(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a module's forward with its saves going through a group; where there is nothing to save, just call it."""
     region = region_of(module)
     if region is None:  # a forward that was read before memopt.undo

@@ -81,7 +81,11 @@ class Group:
             before.engine.load(before.slots(), before.counters)
 
     def _swaps(self, tensor: torch.Tensor) -> bool:
-        if type(tensor) not in _PLAIN or tensor.layout is not torch.strided or tensor.device != self.engine.backend.device:
+        if (
+            type(tensor) not in _PLAIN
+            or tensor.layout is not torch.strided
+            or tensor.device != self.engine.backend.device
+        ):
             return False
         if tensor.is_conj() or tensor.is_neg() or self._policy(tensor) not in SWAPS:
             return False

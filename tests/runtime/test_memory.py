@@ -96,7 +96,16 @@ def test_every_dtype_and_the_scalar(dtype):
 def test_parameters_their_views_their_casts_and_buffers_never_move():
     def weights(region, x):
         w = region.weight
-        return w, w.t(), w[:1], w.view(-1), w.to(torch.bfloat16), w.to(torch.bfloat16).t(), region.table, region.table.t()
+        return (
+            w,
+            w.t(),
+            w[:1],
+            w.view(-1),
+            w.to(torch.bfloat16),
+            w.to(torch.bfloat16).t(),
+            region.table,
+            region.table.t(),
+        )
 
     with cpu_engine():
         back, _, counters = run(weights)
