@@ -3,11 +3,13 @@
 import importlib
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memopt.errors import RequestError, UnknownModelError, UnreadableFileError
+from memopt.errors import IllegalValueError, RequestError, UnknownModelError, UnreadableFileError
 from memopt.presets import PRESETS, REAL, DefaultInput, preset_path
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -60,6 +62,20 @@ def adapt_live(model: Any, *, dtype: str | None, attn_implementation: str | None
         raise RequestError(f"{type(model).__name__} has no set_attn_implementation(): leave out --attn-implementation")
     if attn_implementation:
         model.set_attn_implementation(attn_implementation)
+
+
+@contextmanager
+def attention_of(name: str | None) -> Iterator[None]:
+    """Turn transformers' refusal of an attention implementation into a RequestError."""
+    from transformers import AttentionInterface
+
+    legal = sorted({"eager", *AttentionInterface().valid_keys()})
+    if name is not None and name not in legal and "/" not in name:
+        raise IllegalValueError("attn_implementation", name, ", ".join(legal))
+    try:
+        yield
+    except ImportError as error:
+        raise RequestError(f"attn_implementation={name!r} is not available here: {error}") from error
 
 
 def _from_preset(text: str) -> Source | None:
