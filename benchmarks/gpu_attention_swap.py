@@ -165,7 +165,9 @@ def main():
     plan = memopt.plan(memopt.analyze(model, batch, name=args.preset), activation_swap="attention")
     gradients = compare_gradients(stepper, model, plan, batch)
     print(json.dumps(gradients), flush=True)
-    results = {"nothing": []} | {mode: [] for mode in [*args.modes.split(","), *filter(None, args.slow_modes.split(","))]}
+    results = {"nothing": []} | {
+        mode: [] for mode in [*args.modes.split(","), *filter(None, args.slow_modes.split(","))]
+    }
     copied = {}
     for pair in range(args.pairs):
         for mode in results:

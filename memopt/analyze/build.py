@@ -74,7 +74,9 @@ def _calls(seen: Observation, place: dict[int, int]) -> tuple[ModuleCall, ...]:
     for index in range(len(seen.saves)):
         before.append(before[-1] + (index in place))
     return tuple(
-        ModuleCall(index=c.index, fqn=c.fqn, parent=c.parent, first_save=before[c.first_save], end_save=before[c.end_save])
+        ModuleCall(
+            index=c.index, fqn=c.fqn, parent=c.parent, first_save=before[c.first_save], end_save=before[c.end_save]
+        )
         for c in seen.calls
     )
 
@@ -102,7 +104,7 @@ def _saved_tensor(seen: Observation, save: Save, index: int, storages: dict[int,
         occurrence=occurrence,
         shape=tuple(tensor.shape),
         stride=tuple(tensor.stride()),
-        offset=tensor.storage_offset(),
+        offset=int(tensor.storage_offset()),
         dtype=dtype_name(tensor.dtype),
         tensor_bytes=tensor.numel() * tensor.element_size(),
         storage=storages[storage_key(tensor)],

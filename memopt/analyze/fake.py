@@ -36,7 +36,7 @@ class RealBranches(TorchFunctionMode):
         self._redirect_sdpa = target_device == "cuda"
         self._all_attended = all_attended
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer or redirect the two calls concerned; let everything else through."""
         kwargs = kwargs or {}
         if func is torch.Tensor.__bool__ and args[0].dtype is torch.bool:

@@ -17,7 +17,9 @@ def example_inputs(model: nn.Module, *, batch_size: int, seq_length: int) -> dic
     """
     parameters = inspect.signature(model.forward).parameters
     if "input_ids" not in parameters:
-        raise RequestError(f"{type(model).__name__}.forward takes no input_ids; pass example inputs: analyze(model, inputs)")
+        raise RequestError(
+            f"{type(model).__name__}.forward takes no input_ids; pass example inputs: analyze(model, inputs)"
+        )
     ids = torch.zeros(batch_size, seq_length, dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids}
     if "labels" in parameters:

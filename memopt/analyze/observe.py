@@ -102,7 +102,7 @@ def _call_hooks(seen: Observation, module: nn.Module, fqn: str) -> Iterator[None
         after.remove()
 
 
-def _saving_hooks(seen: Observation, model: nn.Module) -> tuple[Callable, Callable]:
+def _saving_hooks(seen: Observation, model: nn.Module) -> tuple[Callable[..., Any], Callable[..., Any]]:
     parameters, buffers = storage_keys(model.parameters()), storage_keys(model.buffers())
 
     def pack(tensor: torch.Tensor) -> Ticket:
@@ -126,7 +126,7 @@ class _Flows(TorchFunctionMode):
         super().__init__()
         self._seen = seen
 
-    def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if self._seen.active and (made := _tensors(out)):
             here = self._seen.active[-1].index

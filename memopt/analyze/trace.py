@@ -123,9 +123,7 @@ def _trace_input(
 def _notes(twin: nn.Module, *, autocast: str, target_device: str) -> tuple[str, ...]:
     notes = []
     if autocast != "none" and target_device != _device_type(twin):
-        notes.append(
-            f"autocast was traced with the CPU's list of ops; on {target_device} a few more run in float32"
-        )
+        notes.append(f"autocast was traced with the CPU's list of ops; on {target_device} a few more run in float32")
     return tuple(notes)
 
 

@@ -1,7 +1,7 @@
 """memopt-analyze: what would a plan do for this model's memory."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -74,26 +74,22 @@ def analyze(
 def trace(source: "Source", request: InputRequest, target_device: str) -> "ModuleGraph":
     """Trace a model that was found, on the input that the flags ask for."""
     import memopt
+    from memopt.cli.models import adapt_live, attention_of
 
     given = request.over(source.default)
-    if source.live is not None and request.dtype:
-        source.live.to(_torch_dtype(request.dtype))
-    return memopt.analyze(
-        source.config if source.live is None else source.live,
-        batch_size=given.batch_size,
-        seq_length=given.seq_length,
-        dtype=given.dtype,
-        autocast=given.autocast,
-        attn_implementation=given.attn_implementation,
-        target_device=target_device,
-        name=source.name,
-    )
-
-
-def _torch_dtype(name: str) -> Any:
-    import torch
-
-    return getattr(torch, name)
+    with attention_of(given.attn_implementation):
+        if source.live is not None:
+            adapt_live(source.live, dtype=request.dtype, attn_implementation=request.attn_implementation)
+        return memopt.analyze(
+            source.config if source.live is None else source.live,
+            batch_size=given.batch_size,
+            seq_length=given.seq_length,
+            dtype=given.dtype,
+            autocast=given.autocast,
+            attn_implementation=given.attn_implementation,
+            target_device=target_device,
+            name=source.name,
+        )
 
 
 def main() -> None:

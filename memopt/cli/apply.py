@@ -1,6 +1,5 @@
 """memopt-apply: put a plan into effect on a training run, and prove that nothing but memory changes."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -94,16 +93,17 @@ def prepare(
     """Build the model, its batches and its plan."""
     import memopt
     from memopt.cli.building import build_model, make_batches, pick_device
-    from memopt.cli.models import find_model
+    from memopt.cli.models import adapt_live, attention_of, find_model
     from memopt.cli.proof import Trial
 
     target = pick_device(device)
     source = find_model(name, num_layers=num_layers)
     given = request.over(source.default, asked.plan.graph.input if asked.plan else None)
-    if source.live is not None:
-        given = replace(given, dtype=request.dtype)
     say(f"Building {source.name}")
-    model = build_model(source, given, device=target, seed=seed)
+    with attention_of(given.attn_implementation):
+        if source.live is not None:
+            adapt_live(source.live, dtype=request.dtype, attn_implementation=request.attn_implementation)
+        model = build_model(source, given, device=target, seed=seed)
     batches = make_batches(model, given, num=steps, seed=seed)
     say(f"Tracing {source.name}")
     autocast = given.autocast or "none"

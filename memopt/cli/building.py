@@ -26,8 +26,8 @@ def build_model(source: Source, given: InputRequest, *, device: torch.device, se
     """Return the model in train mode on its device, with its own weights or seeded random ones."""
     torch.manual_seed(seed)
     if source.live is not None:
-        dtype = given.dtype and getattr(torch, given.dtype)
-        return source.live.to(device=device, dtype=dtype or None).train()
+        live: nn.Module = source.live
+        return live.to(device).train()
     options = {"dtype": getattr(torch, str(given.dtype)), "attn_implementation": given.attn_implementation}
     model_class = _model_class(source.config)
     if source.weights:

@@ -3,11 +3,13 @@
 import importlib
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memopt.errors import RequestError, UnknownModelError, UnreadableFileError
+from memopt.errors import IllegalValueError, RequestError, UnknownModelError, UnreadableFileError
 from memopt.presets import PRESETS, REAL, DefaultInput, preset_path
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -48,6 +50,32 @@ def set_num_layers(config: Any, num_layers: int) -> None:
         if isinstance(value, list) and len(value) == before:
             setattr(text_config, key, [value[n % before] for n in range(num_layers)])
     text_config.num_hidden_layers = num_layers
+
+
+def adapt_live(model: Any, *, dtype: str | None, attn_implementation: str | None) -> None:
+    """Give a factory's model the dtype and the attention that the flags name; None leaves it as it is."""
+    import torch
+
+    if dtype:
+        model.to(getattr(torch, dtype))
+    if attn_implementation and not hasattr(model, "set_attn_implementation"):
+        raise RequestError(f"{type(model).__name__} has no set_attn_implementation(): leave out --attn-implementation")
+    if attn_implementation:
+        model.set_attn_implementation(attn_implementation)
+
+
+@contextmanager
+def attention_of(name: str | None) -> Iterator[None]:
+    """Turn transformers' refusal of an attention implementation into a RequestError."""
+    from transformers import AttentionInterface
+
+    legal = sorted({"eager", *AttentionInterface().valid_keys()})
+    if name is not None and name not in legal and "/" not in name:
+        raise IllegalValueError("attn_implementation", name, ", ".join(legal))
+    try:
+        yield
+    except ImportError as error:
+        raise RequestError(f"attn_implementation={name!r} is not available here: {error}") from error
 
 
 def _from_preset(text: str) -> Source | None:

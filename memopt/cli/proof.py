@@ -59,7 +59,7 @@ def prove(trial: Trial, *, verify: bool) -> Proof:
         stats = handle.stats()
     finally:
         handle.undo()
-    difference, faults = _judge(baselines, planned)
+    difference, faults = judge(baselines, planned)
     totals = account(trial.plan)
     if verify:
         predicted = totals.swap_bytes * len(trial.batches) if trial.same_input else None
@@ -87,7 +87,7 @@ def prove(trial: Trial, *, verify: bool) -> Proof:
     return Proof(values=values, faults=tuple(faults))
 
 
-def _judge(baselines: Sequence[Run], planned: Run) -> tuple[Difference | None, list[str]]:
+def judge(baselines: Sequence[Run], planned: Run) -> tuple[Difference | None, list[str]]:
     """Return how the planned run differs from the nearest run without the plan, and what is wrong with that."""
     if not baselines:
         return None, []

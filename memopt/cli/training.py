@@ -102,9 +102,9 @@ def _now(device: torch.device) -> float:
 
 def _reset_peak(device: torch.device) -> None:
     if device.type != "cpu":
-        torch.accelerator.memory.empty_cache()
-        torch.accelerator.memory.reset_peak_memory_stats(device)
+        torch.accelerator.empty_cache()
+        torch.accelerator.reset_peak_memory_stats(device)
 
 
 def _peak(device: torch.device) -> int | None:
-    return None if device.type == "cpu" else int(torch.accelerator.memory.max_memory_allocated(device))
+    return None if device.type == "cpu" else int(torch.accelerator.max_memory_allocated(device))

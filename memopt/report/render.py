@@ -1,6 +1,7 @@
 """Renderables as text, SVG and HTML that are the same on every machine."""
 
 import io
+import re
 
 from rich.console import Console, RenderableType
 
@@ -15,8 +16,9 @@ def rendered(renderable: RenderableType, *, width: int = WIDTH) -> str:
 
 
 def rendered_svg(renderable: RenderableType, *, title: str, width: int = WIDTH) -> str:
-    """Return one SVG picture in colour."""
-    return _recorded(renderable, width).export_svg(title=title, unique_id="memopt")
+    """Return one self-contained SVG picture in colour: rich's fonts from the net are left out."""
+    svg = _recorded(renderable, width).export_svg(title=title, unique_id="memopt")
+    return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
 
 def rendered_html(renderable: RenderableType, *, width: int = WIDTH) -> str:

@@ -28,9 +28,7 @@ class _Inside(threading.local):
 _inside = _Inside()
 
 
-def run_region(
-    module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> Any:
+def run_region(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """Call a module's forward with its saves going through a group; where there is nothing to save, just call it."""
     region = region_of(module)
     if region is None:  # a forward that was read before memopt.undo
@@ -99,7 +97,7 @@ def _is_graph_traced() -> bool:
 def _device(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """Return where a region computes: at its parameters, else at its first tensor argument."""
     tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
-    first = next(module.parameters(), None)
+    first: torch.Tensor | None = next(module.parameters(), None)
     first = next(tensors, None) if first is None else first
     return None if first is None or first.device.type == "meta" else first.device
 

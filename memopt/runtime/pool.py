@@ -24,7 +24,9 @@ class Block:
 class HostPool:
     """Hand out and take back blocks of host memory. Not thread-safe: its engine holds the lock."""
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor], *, cap_bytes: int, slab_bytes: int = SLAB_BYTES) -> None:
+    def __init__(
+        self, allocate: Callable[[int], torch.Tensor], *, cap_bytes: int, slab_bytes: int = SLAB_BYTES
+    ) -> None:
         self._allocate = allocate
         self._slab_bytes = slab_bytes
         self._slabs: list[torch.Tensor] = []

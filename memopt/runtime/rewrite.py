@@ -27,6 +27,7 @@ class RegionForward:
         self.__wrapped__ = forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the forward inside its region."""
         return run_region(self._module, self.__wrapped__, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:

@@ -102,7 +102,12 @@ def test_flows_lead_from_makers_to_users():
 
 @pytest.mark.parametrize(
     ("dtype", "masked", "kernel"),
-    [("bfloat16", False, "Flash"), ("bfloat16", True, "Efficient"), ("float32", True, "Efficient"), ("float32", False, None)],
+    [
+        ("bfloat16", False, "Flash"),
+        ("bfloat16", True, "Efficient"),
+        ("float32", True, "Efficient"),
+        ("float32", False, None),
+    ],
 )
 def test_a_gpu_kernel_is_planned_for_without_a_gpu(dtype, masked, kernel):
     model = models.llama(num_key_value_heads=2).to(getattr(torch, dtype))

@@ -1,5 +1,7 @@
 """Every wrong request: its exit code, and the one line on stderr."""
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -111,6 +113,22 @@ def test_bad_factories(fails, name, factory, part):
     code, line = fails(name, factory, "--swap", "attention")
     assert code == 2
     assert part in line
+
+
+@BOTH
+def test_an_unknown_attention_names_the_legal_ones(fails, name):
+    code, line = fails(name, *TINY, "--swap", "attention", "--attn-implementation", "sdpaa")
+    assert code == 2
+    assert line.startswith("attn_implementation='sdpaa' is not legal; legal: eager, ")
+    assert "sdpa" in line.partition("legal:")[2]
+
+
+@BOTH
+def test_an_attention_that_is_not_installed(fails, name):
+    if importlib.util.find_spec("flash_attn"):
+        pytest.skip("it is installed here")
+    code, line = fails(name, *TINY, "--swap", "attention", "--attn-implementation", "flash_attention_2")
+    assert (code, "attn_implementation='flash_attention_2' is not available here" in line) == (2, True)
 
 
 @BOTH

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from memopt.cli.proof import judge
 from memopt.cli.training import Run
 from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, training_faults
 from memopt.ir import account
@@ -55,6 +56,24 @@ def test_a_plan_may_differ_no_more_than_the_baseline_does_from_itself(planned, n
 
 def test_the_nearest_of_two():
     assert nearest(difference(gradient=2.0), difference(gradient=1.0)) == difference(gradient=1.0)
+
+
+@pytest.mark.parametrize(
+    ("planned", "num_faults"),
+    [([1.0], 0), ([1.5], 0), ([1.25], 0), ([2.0], 0), ([2.25], 1)],
+)
+def test_two_runs_without_a_plan_set_the_tolerance(planned, num_faults):
+    _, faults = judge([run_of(w=[1.0]), run_of(w=[1.5])], run_of(w=planned))
+    assert len(faults) == num_faults
+
+
+def test_two_equal_runs_without_a_plan_demand_equality():
+    _, faults = judge([run_of(w=[1.0]), run_of(w=[1.0])], run_of(w=[1.0000001]))
+    assert len(faults) == 1
+
+
+def test_nothing_is_judged_without_a_run_to_compare_with():
+    assert judge([], run_of(w=[1.0])) == (None, [])
 
 
 @pytest.mark.parametrize(

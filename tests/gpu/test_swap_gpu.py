@@ -12,8 +12,8 @@ from memopt.analyze.observe import observe
 from memopt.analyze.roles import name_saves
 from memopt.ir import account
 from memopt.runtime import engine as engine_module
-from memopt.runtime.engine import Engine, engine_of
 from memopt.runtime.backends import AcceleratorBackend
+from memopt.runtime.engine import Engine, engine_of
 from tests import models
 from tests.runtime.steps import SWAP, assert_equal_gradients, assert_equal_steps, step
 
@@ -81,7 +81,9 @@ def allocated_after_forward(model, inputs):
 
 
 def test_what_the_plan_says_is_freed_is_freed():
-    model = on_gpu(models.llama(hidden_size=1024, head_dim=128, num_attention_heads=8, num_key_value_heads=8)).bfloat16()
+    model = on_gpu(
+        models.llama(hidden_size=1024, head_dim=128, num_attention_heads=8, num_key_value_heads=8)
+    ).bfloat16()
     inputs = on_gpu(models.batch(seq_length=2048))
     before = [allocated_after_forward(model, inputs) for _ in range(2)][-1]
     handle = memopt.apply(model, SWAP, inputs)

@@ -63,6 +63,11 @@ def test_html_is_one_page():
     assert "http" not in html.replace("http-equiv", "")
 
 
+def test_svg_needs_nothing_from_the_net():
+    svg = rendered_svg(plan_report(plan_of(mib_save("model.self_attn"))), title="memopt")
+    assert "url(http" not in svg.replace('"', "")
+
+
 def column(lines):
     """Return the sizes that table lines print before their action."""
     return [float(m[1].replace(",", "")) for line in lines if (m := re.search(r"([\d,]+\.\d\d)  (?:swap|keep) ", line))]

@@ -10,9 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memopt
 from memopt.runtime import swap_wrapper
-from tests.runtime.engines import counters_of
 from tests import models
-from tests.runtime.engines import cpu_engine, everything
+from tests.runtime.engines import counters_of, cpu_engine, everything
 from tests.runtime.steps import SWAP, assert_equal_gradients, gradients
 
 
@@ -233,8 +232,12 @@ def test_the_chain_prefetches_and_links_past_what_keeps_everything():
     for current, following in itertools.pairwise(layers):
         manager.set_forward_prefetch_layer(current, following)
     loads = []
-    layers[0].first.register_full_backward_pre_hook(lambda *args: loads.append(counters_of(layers[0]).copied_in_tensors))
-    layers[1].second.register_full_backward_pre_hook(lambda *args: loads.append(counters_of(layers[0]).copied_in_tensors))
+    layers[0].first.register_full_backward_pre_hook(
+        lambda *args: loads.append(counters_of(layers[0]).copied_in_tensors)
+    )
+    layers[1].second.register_full_backward_pre_hook(
+        lambda *args: loads.append(counters_of(layers[0]).copied_in_tensors)
+    )
     layers[3].first.register_full_backward_hook(lambda *args: loads.append(counters_of(layers[2]).copied_in_tensors))
     layers(torch.randn(16, 64, requires_grad=True)).sum().backward()
     loaded = counters_of(layers[0]).copied_in_tensors

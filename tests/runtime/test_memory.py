@@ -12,9 +12,8 @@ from torch import nn
 import memopt
 from memopt.errors import SavedTensorModifiedError
 from memopt.runtime import swap_wrapper
-from tests.runtime.engines import counters_of
 from tests import models
-from tests.runtime.engines import assert_empty, cpu_engine, everything
+from tests.runtime.engines import assert_empty, counters_of, cpu_engine, everything
 from tests.runtime.steps import SWAP, assert_equal_steps, step
 
 
@@ -96,7 +95,16 @@ def test_every_dtype_and_the_scalar(dtype):
 def test_parameters_their_views_their_casts_and_buffers_never_move():
     def weights(region, x):
         w = region.weight
-        return w, w.t(), w[:1], w.view(-1), w.to(torch.bfloat16), w.to(torch.bfloat16).t(), region.table, region.table.t()
+        return (
+            w,
+            w.t(),
+            w[:1],
+            w.view(-1),
+            w.to(torch.bfloat16),
+            w.to(torch.bfloat16).t(),
+            region.table,
+            region.table.t(),
+        )
 
     with cpu_engine():
         back, _, counters = run(weights)
