@@ -63,7 +63,7 @@ def _whole(
 
 def _unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Return a copy with the class that FSDP2 put its own in front of; a sharded module refuses to be copied."""
-    own = type(module).__mro__[2]
+    own: Any = type(module).__mro__[2]
     made: nn.Module = own.__new__(own)
     made.__dict__.update(copy.deepcopy(module.__dict__, memo))
     return made

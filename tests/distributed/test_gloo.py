@@ -17,12 +17,10 @@ def run(world, work, *args):
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
-@pytest.mark.parametrize("order", ["before", "after", "first forward"])
-def test_fsdp2(world, mixed, order):
-    run(world, workers.fsdp2, order, mixed)
+def test_fsdp2(world, mixed):
+    run(world, workers.fsdp2, mixed)
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, False), (2, True)])
-@pytest.mark.parametrize("order", ["before", "after", "first forward"])
-def test_ddp(world, accumulate, order):
-    run(world, workers.ddp, order, accumulate)
+def test_ddp(world, accumulate):
+    run(world, workers.ddp, accumulate)

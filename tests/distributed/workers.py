@@ -17,13 +17,14 @@ from tests.runtime.steps import SWAP
 
 
 def enter(rank, world, port, work, *args):
-    """Join the group, do the work under a poisoned engine, leave."""
+    """Join the group and do the work under a poisoned engine: rewritten before, after and on the first forward."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
     try:
-        with cpu_engine(poison=True):
-            work(rank, world, *args)
+        for order in ("before", "after", "first forward"):
+            with cpu_engine(poison=True):
+                work(rank, world, order, *args)
     finally:
         dist.destroy_process_group()
 
@@ -50,7 +51,7 @@ def everything(tensor):
 
 
 def fsdp2(rank, world, order, mixed):
-    """Three steps of a sharded model, rewritten before or after or on its first forward, beside one that is not."""
+    """Three steps of a sharded model beside one that is not rewritten."""
     mesh = init_device_mesh("cpu", (world,))
     plain = shard(models.llama(num_hidden_layers=2), mesh, mixed)
     model = models.llama(num_hidden_layers=2)
