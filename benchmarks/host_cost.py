@@ -1,6 +1,6 @@
 """What the engine costs the host for each swapped layer, and where: forward and backward, launched without waiting.
 
-    python benchmarks/host_cost.py qwen3-30b-a3b --num-layers 12 --seq-length 1024
+python benchmarks/host_cost.py qwen3-30b-a3b --num-layers 12 --seq-length 1024
 """
 
 import argparse
@@ -60,7 +60,9 @@ def main():
     for name, row in (("nothing", plain), ("attention swap", swapped), ("nothing, again", again)):
         print(f"{name:15} {row[0]:10.2f} {row[1]:10.2f} {row[2]:7.2f}")
     layers = args.num_layers
-    print(f"us a layer      {(swapped[0] - plain[0]) / layers * 1e3:10.0f} {(swapped[1] - plain[1]) / layers * 1e3:10.0f}")
+    print(
+        f"us a layer      {(swapped[0] - plain[0]) / layers * 1e3:10.0f} {(swapped[1] - plain[1]) / layers * 1e3:10.0f}"
+    )
     if args.profile:
         memopt.apply(model, {"activation_swap": "attention"}, batch)
         launch_times(model, batch)

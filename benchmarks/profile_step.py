@@ -1,6 +1,6 @@
 """Where the host spends a step: torch's profiler on the model as it is and with attention swap.
 
-    python benchmarks/profile_step.py qwen3-30b-a3b --num-layers 12 --seq-length 1024
+python benchmarks/profile_step.py qwen3-30b-a3b --num-layers 12 --seq-length 1024
 """
 
 import argparse
@@ -83,7 +83,9 @@ def main():
     times = [step(model, batch) for _ in range(5)]
     print("with timers", times)
     for name, seconds in timers.seconds.items():
-        print(f"{name:12} {1e6 * seconds / 5 / args.num_layers:8.1f} us a layer, {timers.calls[name] / 5 / args.num_layers:.1f} calls")
+        print(
+            f"{name:12} {1e6 * seconds / 5 / args.num_layers:8.1f} us a layer, {timers.calls[name] / 5 / args.num_layers:.1f} calls"
+        )
 
 
 if __name__ == "__main__":

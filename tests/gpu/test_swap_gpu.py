@@ -71,8 +71,9 @@ def large(graph):
 def essence(tensor):
     """Return what a save is, whichever of the SDPA kernels made it: torch prefers another one on each GPU."""
     node = "ScaledDotProduct" if tensor.node.startswith("ScaledDotProduct") else tensor.node
-    field = {"attn_bias": "mask", "attn_mask": "mask"}.get(tensor.field, tensor.field)
-    return tensor.owner, node, field, tensor.shape, tensor.dtype, tensor.storage_bytes, tensor.kind
+    is_mask = tensor.field in ("attn_bias", "attn_mask")
+    field, shape = ("mask", ()) if is_mask else (tensor.field, tensor.shape)  # expanded over the heads or not
+    return tensor.owner, node, field, shape, tensor.dtype, tensor.storage_bytes, tensor.kind
 
 
 def allocated_after_forward(model, inputs):
