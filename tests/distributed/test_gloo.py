@@ -8,11 +8,14 @@ import torch
 from tests.distributed import workers
 
 
-def run(world, work, *args):
+def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    torch.multiprocessing.spawn(workers.enter, (world, port, work, *args), nprocs=world)
+        return probe.getsockname()[1]
+
+
+def run(world, work, *args):
+    torch.multiprocessing.spawn(workers.enter, (world, free_port(), work, *args), nprocs=world)
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -1,5 +1,6 @@
 """What runs in each gloo process. Kept apart from the tests: a spawned process imports this module."""
 
+import contextlib
 import os
 
 import torch
@@ -16,17 +17,24 @@ from tests.runtime.engines import cpu_engine
 from tests.runtime.steps import SWAP
 
 
-def enter(rank, world, port, work, *args):
-    """Join the group and do the work under a poisoned engine: rewritten before, after and on the first forward."""
+@contextlib.contextmanager
+def enter_group(backend, rank, world, port):
+    """Be in a process group."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    dist.init_process_group(backend, rank=rank, world_size=world)
     try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def enter(rank, world, port, work, *args):
+    """Do the work under a poisoned engine: rewritten before, after and on the first forward."""
+    torch.set_num_threads(1)
+    with enter_group("gloo", rank, world, port):
         for order in ("before", "after", "first forward"):
             with cpu_engine(poison=True):
                 work(rank, world, order, *args)
-    finally:
-        dist.destroy_process_group()
 
 
 def batch(rank):

@@ -39,6 +39,34 @@ def test_attention_shared_by_two_blocks():
     assert handle.stats().copied_out_bytes == 2 * account(plan).swap_bytes > 0
 
 
+def test_a_self_attn_inside_a_self_attn_belongs_to_the_outer_one():
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.self_attn = models.Attention()
+            self.gate = nn.Linear(256, 256)
+
+        def forward(self, x):
+            return self.self_attn(x) * self.gate(x).sigmoid()
+
+    class Nested(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.block = models.Block(Outer())
+
+        def forward(self, x):
+            return self.block(x).square().mean()
+
+    plain, rewritten = Nested(), Nested()
+    plan = memopt.plan(memopt.analyze(rewritten, models.hidden()), **SWAP)
+    assert [str(key) for key in plan.decisions] == ["block.self_attn"]
+    handle = memopt.apply(rewritten, plan)
+    assert "[" not in rewritten.block.self_attn.self_attn._get_name()
+    assert_equal_steps(plain, rewritten, models.hidden())
+    assert handle.stats().copied_out_bytes == 2 * account(plan).swap_bytes > 0
+
+
 def test_a_model_without_self_attn_is_refused_in_the_words_of_the_rfc():
     with pytest.raises(NoSelfAttentionError) as caught:
         memopt.apply(models.gpt2(), SWAP, models.batch(seq_length=8))

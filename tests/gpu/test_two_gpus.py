@@ -1,0 +1,70 @@
+"""Two devices: a model spread over both, and a model sharded over both."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import dispatch_model
+from torch.distributed.device_mesh import init_device_mesh
+
+import memopt
+from memopt.runtime import finish_copies
+from memopt.runtime.apply import Rewriting
+from memopt.runtime.engine import engine_of
+from tests import models
+from tests.distributed.test_gloo import free_port
+from tests.distributed.workers import enter_group, shard
+from tests.runtime.steps import SWAP, assert_equal_gradients, step
+
+pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+
+
+def spread():
+    model = models.llama(num_hidden_layers=4)
+    parts = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    return dispatch_model(model, parts | {f"model.layers.{n}": n // 2 for n in range(4)})
+
+
+def test_a_model_spread_over_two_devices():
+    inputs = {k: v.to("cuda:0") if isinstance(v, torch.Tensor) else v for k, v in models.batch().items()}
+    plain, model = spread(), spread()
+    handle = memopt.apply(model, SWAP)
+    for _ in range(3):
+        (loss, grads), (other_loss, other_grads) = step(plain, inputs), step(model, inputs)
+        assert torch.equal(loss, other_loss)
+        assert_equal_gradients(grads, other_grads)
+    assert handle.stats().copied_in_tensors == handle.stats().copied_out_tensors > 0
+    finish_copies(model)
+    assert all(engine_of(torch.device("cuda", n)).pool.held_bytes > 0 for n in range(2))
+
+
+def fsdp2(rank, world, order, mixed):
+    device = torch.device("cuda", rank)
+    mesh = init_device_mesh("cuda", (world,))
+    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in models.batch(4, 1024, seed=rank).items()}
+    plain = shard(models.llama(num_hidden_layers=2).to(device), mesh, mixed)
+    model = models.llama(num_hidden_layers=2).to(device)
+    if order == "before":
+        memopt.apply(model, SWAP, inputs)
+    model = shard(model, mesh, mixed)
+    if order != "before":
+        memopt.apply(model, SWAP)
+    for _ in range(3):
+        (loss, _), (other_loss, _) = step(plain, inputs), step(model, inputs)
+        assert torch.equal(loss, other_loss)
+        for (name, p), q in zip(plain.named_parameters(), model.named_parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q[1].grad.to_local()), name
+    assert Rewriting(model, None).stats().copied_out_tensors > 0
+
+
+def join(rank, world, port, mixed):
+    torch.cuda.set_device(rank)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    with enter_group("nccl", rank, world, port):
+        for order in ("before", "first forward"):
+            fsdp2(rank, world, order, mixed)
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
+def test_fsdp2_on_two_devices(mixed):
+    torch.multiprocessing.spawn(join, (2, free_port(), mixed), nprocs=2)
