@@ -1,6 +1,7 @@
 """Rewrite any model coarsely or finely, and hold what it then does against the model as it was."""
 
 import copy
+import itertools
 
 import torch
 from torch import nn
@@ -25,7 +26,7 @@ def rewritten(model, grain):
     for region in regions:
         memopt.swap_wrapper(region, everything)
     manager = memopt.SwapManager()
-    for current, following in zip(regions, regions[1:], strict=False):
+    for current, following in itertools.pairwise(regions):
         manager.set_forward_prefetch_layer(current, following)
     return model
 
