@@ -1,6 +1,5 @@
 """What goes on between training steps: generation, evaluation, unfreezing, saving."""
 
-import pytest
 import torch
 from transformers import (
     BertConfig,
@@ -87,7 +86,6 @@ def fitted(model, data, folder):
     return GPT2LMHeadModel.from_pretrained(folder, output_loading_info=True)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_the_stock_trainer_accumulates_evaluates_and_saves(grain, tmp_path):
     """It stopped at a tracker that was not cleared (huggingface/trl#4236)."""
     plain = models.gpt2(n_embd=32, n_layer=2, n_positions=32)

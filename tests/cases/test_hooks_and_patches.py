@@ -128,7 +128,6 @@ def patched_and_hooked():
 
 def test_patched_forwards_and_hooks_that_come_and_go(grain):
     """A patched forward was bound twice, lost, or came back to life (huggingface/accelerate#4255)."""
-    # Two builds, not a copy: a deep copy would share the patch, which is bound to the original.
     plain, model, x = patched_and_hooked(), rewritten(patched_and_hooked(), grain), torch.randn(4, 8)
 
     def loss_of(module):

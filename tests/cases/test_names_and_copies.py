@@ -2,7 +2,6 @@
 
 import copy
 
-import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
@@ -98,7 +97,6 @@ def adapted(base):
     return get_peft_model(base, LoraConfig(r=2, target_modules=["q_proj", "v_proj", "down_proj"])).train()
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")
 def test_adapters_on_top_are_found_trained_and_saved(grain, tmp_path):
     """An adapter file came out empty, since no name matched behind a wrapper (MakazhanAlpamys/Soup#1010)."""
     plain = small_llama()
