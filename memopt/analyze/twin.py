@@ -1,11 +1,14 @@
 """A fake twin of a model: same modules and shapes, no memory. The live model is never run, its state never moves."""
 
 import copy
+from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from memopt.errors import TraceError
 
@@ -13,22 +16,57 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_COMPOSABLE = "__composable_api_state_key"
+"""What the attributes begin with in which torch's composable APIs keep their state."""
 
 
 def twin_of_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
-    """Return a deep copy of a live model on fake tensors, without the user's hooks, in train mode."""
+    """Return a deep copy of a live model on fake tensors, whole and without hooks, in train mode.
+
+    What FSDP2 has sharded is put together: in forward the parameters are whole, in the dtype of the mixed precision.
+    """
     try:
         with FakeCopyMode(mode):
-            twin = copy.deepcopy(model)
+            return copy.deepcopy(model, _stand_ins(model, mode)).train()
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} cannot be deep-copied, which tracing needs: {error}; "
             "analyze its config instead of the live model"
         ) from error
-    for module in twin.modules():
-        for hooks in _HOOKS:
-            getattr(module, hooks).clear()
-    return twin.train()
+
+
+def _stand_ins(model: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
+    """Return deepcopy's memo with what is not to be copied as it is: hooks, shards, and FSDP2's own state."""
+    memo: dict[int, Any] = {}
+    modules = tuple(model.modules())
+    for module in modules:
+        memo |= {id(getattr(module, hooks)): OrderedDict() for hooks in _HOOKS}
+        memo |= {id(value): {} for key, value in module.__dict__.items() if key.startswith(_COMPOSABLE)}
+        for parameter in module.parameters(recurse=False):
+            if isinstance(parameter, DTensor):
+                memo[id(parameter)] = _whole(parameter, module, modules, mode)
+    for module in reversed(modules):  # children first
+        if isinstance(module, FSDPModule):
+            memo[id(module)] = _unsharded(module, memo)
+    return memo
+
+
+def _whole(
+    parameter: nn.Parameter, owner: nn.Module, modules: tuple[nn.Module, ...], mode: FakeTensorMode
+) -> nn.Parameter:
+    around = [m for m in modules if isinstance(m, FSDPModule) and any(inside is owner for inside in m.modules())]
+    dtype = around[-1]._get_fsdp_state()._mp_policy.param_dtype if around else None
+    with mode:
+        whole = torch.empty(parameter.shape, dtype=dtype or parameter.dtype, device=parameter.device)
+        return nn.Parameter(whole, requires_grad=parameter.requires_grad)
+
+
+def _unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy with the class that FSDP2 put its own in front of; a sharded module refuses to be copied."""
+    own: Any = type(module).__mro__[2]
+    made: nn.Module = own.__new__(own)
+    made.__dict__.update(copy.deepcopy(module.__dict__, memo))
+    return made
 
 
 def twin_of_config(config: Any, mode: FakeTensorMode, *, dtype: torch.dtype, attn_implementation: str) -> nn.Module:

@@ -33,7 +33,7 @@ class Engine:
         self.backend = backend
         self.pool = HostPool(backend.allocate_host, cap_bytes=cap_bytes, slab_bytes=backend.slab_bytes)
         self.leftovers: deque[Leftover] = deque()
-        self._pending: list[Leftover] = []
+        self._pending: deque[Leftover] = deque()
         self._slots: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Slot]]] = {}
         """By (storage, version); the weak reference keeps the storage's address from being given to another one."""
         self._leaving: deque[tuple[Event, int, list[weakref.ref[Slot]]]] = deque()
@@ -70,7 +70,6 @@ class Engine:
     def load(self, slots: Iterable[Slot], counters: Counters) -> None:
         """Start copying back what is on the host; what has not left the device yet just stays there."""
         with self._lock:
-            self.collect()
             coming = []
             for slot in slots:
                 if slot.state is State.OFFLOADING:
@@ -84,6 +83,8 @@ class Engine:
 
     def storage_of(self, slot: Slot, counters: Counters) -> torch.UntypedStorage:
         """Return a slot's storage on the device, once the computation may read it."""
+        if slot.state is State.RESIDENT and slot.device is not None:
+            return slot.device.untyped_storage()
         with self._lock:
             if slot.state is State.HOST:
                 self.load([slot], counters)
@@ -95,20 +96,16 @@ class Engine:
             return slot.device.untyped_storage()
 
     def collect(self) -> None:
-        """Give back to the pool what dead slots left, as far as no copy uses it any more."""
+        """Give back to the pool what dead slots left, up to the first that a copy still uses."""
         with self._lock:
             while self.leftovers:
                 self._pending.append(self.leftovers.popleft())
-            waiting = []
-            for left in self._pending:
-                if left.event is not None and not left.event.done():
-                    waiting.append(left)
-                    continue
+            while self._pending and ((event := self._pending[0].event) is None or event.done()):
+                left = self._pending.popleft()
                 if left.host is not None:
                     self.pool.give(left.host)
                 if (known := self._slots.get(left.key)) and known[1]() is None:
                     del self._slots[left.key]
-            self._pending = waiting
 
     def finish(self) -> None:
         """Wait for every copy that is on its way out and collect."""

@@ -36,11 +36,17 @@ class Entry:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    requires_grad: bool
     swaps: bool
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor may be the save that was learned."""
-        return tensor.shape == self.shape and tensor.dtype is self.dtype and tensor.stride() == self.stride
+        return (
+            tensor.shape == self.shape
+            and tensor.dtype is self.dtype
+            and tensor.requires_grad is self.requires_grad
+            and tensor.stride() == self.stride
+        )
 
 
 Table = tuple[Entry, ...]
@@ -48,13 +54,15 @@ Signature = tuple[Any, ...]
 
 
 def signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], device_type: str) -> Signature:
-    """Return what a region's saves depend on: inputs, autocast, mode, what needs grad, attention implementation."""
+    """Return what a region's saves depend on: inputs, autocast, mode, attention implementation.
+
+    What else they depend on (which parameters need grad, adapters, patches) shows when an entry does not fit.
+    """
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
     return (
         module.training,
         autocast,
         getattr(getattr(module, "config", None), "_attn_implementation", None),
-        tuple(p.requires_grad for p in module.parameters()),
         _described(args),
         tuple((name, _described(kwargs[name])) for name in sorted(kwargs)),
     )
@@ -80,7 +88,7 @@ class Lesson:
 
     def note(self, tensor: torch.Tensor, swaps: bool, handle: Any) -> None:
         """Note one save, in order; by its handle it is found again, as long as autograd holds that."""
-        entry = Entry(None, tuple(tensor.shape), tensor.stride(), tensor.dtype, swaps)
+        entry = Entry(None, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, swaps)
         self._notes.append((self._calls[-1], entry, weakref.ref(handle)))
 
     @contextmanager

@@ -7,7 +7,7 @@ import memopt
 from memopt.runtime.module_state import state_of
 from tests import models
 from tests.runtime.engines import cpu_engine
-from tests.runtime.steps import SWAP, assert_equal_steps, step
+from tests.runtime.steps import SWAP, assert_equal_gradients, assert_equal_steps, step
 
 LAYER = "model.layers.1.self_attn"
 
@@ -63,12 +63,15 @@ def test_what_was_learned_is_used_and_a_new_signature_is_learned_anew():
     assert_equal_steps(plain, model, models.batch())
     assert len(tables) == 1
     assert_equal_steps(plain, model, models.batch(seq_length=500))
+    assert len(tables) == 2
+    before = len(next(iter(tables.values())))
     for one in (plain, model):
-        one.model.layers[1].self_attn.q_proj.weight.requires_grad_(False)
-        one.model.layers[1].self_attn.attention_dropout = 0.0
-    for _ in range(2):
-        step(model, models.batch())
-    assert len(tables) == 3
+        one.model.layers[1].self_attn.requires_grad_(False)
+    for _ in range(3):
+        (loss, grads), (other_loss, other_grads) = step(plain, models.batch()), step(model, models.batch())
+        assert torch.equal(loss, other_loss)
+        assert_equal_gradients(grads, other_grads)
+    assert len(list(tables.values())[-1]) < before, "what is saved for frozen weights is less; that was learned anew"
 
 
 def test_a_forward_that_takes_another_way_is_noticed_and_stays_exact():

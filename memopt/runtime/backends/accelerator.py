@@ -27,6 +27,7 @@ class AcceleratorBackend:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self._index = device.index if device.index is not None else torch.accelerator.current_device_index()
         self._out = torch.Stream(device)
         self._in = torch.Stream(device)
 
@@ -45,7 +46,7 @@ class AcceleratorBackend:
     def wait(self, event: Event) -> None:
         """Make the current stream wait."""
         assert isinstance(event, StreamEvent)
-        torch.accelerator.current_stream(self.device).wait_event(event.native)
+        torch.accelerator.current_stream(self._index).wait_event(event.native)
 
     def release_after(self, event: Event) -> None:
         """Make the stream that the copied tensors belong to wait: its allocator may then hand their memory out."""
@@ -53,12 +54,12 @@ class AcceleratorBackend:
         event.origin.wait_event(event.native)
 
     def _copy(self, stream: torch.Stream, copies: Copies, after: Sequence[Event]) -> StreamEvent:
-        origin = torch.accelerator.current_stream(self.device)
+        origin = torch.accelerator.current_stream(self._index)
         stream.wait_event(origin.record_event())
         for event in after:
             assert isinstance(event, StreamEvent)
             stream.wait_event(event.native)
+        sources, targets = zip(*copies, strict=True)
         with stream:
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         return StreamEvent(stream.record_event(), origin)

@@ -1,0 +1,110 @@
+"""What runs in each gloo process. Kept apart from the tests: a spawned process imports this module."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import memopt
+from memopt.ir import CheckpointPolicy
+from memopt.runtime.engine import engine_of
+from tests import models
+from tests.runtime.engines import cpu_engine
+from tests.runtime.steps import SWAP
+
+
+def enter(rank, world, port, work, *args):
+    """Join the group and do the work under a poisoned engine: rewritten before, after and on the first forward."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    try:
+        for order in ("before", "after", "first forward"):
+            with cpu_engine(poison=True):
+                work(rank, world, order, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def batch(rank):
+    return models.batch(batch_size=2, seq_length=1024, seed=rank)
+
+
+def shard(model, mesh, mixed):
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def swap_everything(model):
+    """Wrap each self_attn with a policy that takes all it can: small models must take part too."""
+    for layer in model.model.layers:
+        memopt.swap_wrapper(layer.self_attn, everything)
+
+
+def everything(tensor):
+    return CheckpointPolicy.MUST_SWAP
+
+
+def fsdp2(rank, world, order, mixed):
+    """Three steps of a sharded model beside one that is not rewritten."""
+    mesh = init_device_mesh("cpu", (world,))
+    plain = shard(models.llama(num_hidden_layers=2), mesh, mixed)
+    model = models.llama(num_hidden_layers=2)
+    if order == "before":
+        swap_everything(model)
+    model = shard(model, mesh, mixed)
+    if order == "after":
+        swap_everything(model)
+    handle = memopt.apply(model, SWAP) if order == "first forward" else None
+    names = [name for name, _ in plain.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for _ in range(3):
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            one(**batch(rank)).loss.backward()
+        for name, p, q in zip(names, plain.parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local()), name
+        for optimizer in optimizers:
+            optimizer.step()
+    stats = memopt.runtime.Rewriting(model, None).stats()
+    assert stats.copied_in_tensors == stats.copied_out_tensors > 0
+    if handle:
+        assert handle.plan.graph.input.dtype == ("bfloat16" if mixed else "float32")
+        swapped = memopt.ir.account(handle.plan)
+        assert stats.copied_out_bytes == 3 * swapped.swap_bytes
+    weights = sum(p.numel() * 4 for layer in model.model.layers for p in layer.self_attn.parameters())
+    assert engine_of(torch.device("cpu")).pool.held_bytes < 64 << 20
+    assert weights > 0
+    memopt.undo(model)
+    assert all(type(m).__name__ != "LlamaAttention" or "[" not in m._get_name() for m in model.modules())
+    one_loss, other_loss = plain(**batch(rank)).loss, model(**batch(rank)).loss
+    assert torch.equal(one_loss, other_loss)
+
+
+def ddp(rank, world, order, accumulate):
+    """Three steps under DDP, gradient accumulation with no_sync included."""
+    plain = DistributedDataParallel(models.llama(num_hidden_layers=2))
+    model = models.llama(num_hidden_layers=2)
+    if order == "before":
+        memopt.apply(model, SWAP, batch(rank))
+    model = DistributedDataParallel(model)
+    if order == "after":
+        memopt.apply(model, SWAP, batch(rank))
+    if order == "first forward":
+        memopt.apply(model, SWAP)
+    for number in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            if accumulate:
+                with one.no_sync():
+                    one(**models.batch(batch_size=1, seq_length=1024, seed=number)).loss.backward()
+            one(**batch(rank)).loss.backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), name
+    assert memopt.runtime.Rewriting(model, None).stats().copied_out_tensors > 0
