@@ -75,7 +75,7 @@ def main():
     for owner, name in (
         (group_module.Group, "pack"), (group_module.Group, "close"), (group_module.Group, "reach"),
         (engine_module.Engine, "slot_for"), (engine_module.Engine, "copy_out"), (engine_module.Engine, "load"),
-        (engine_module.Engine, "storage_of"), (engine_module.Engine, "collect"),
+        (engine_module.Engine, "tensor_of"), (engine_module.Engine, "collect"),
         (handles_module.Swapped, "unpack"), (forward_module, "_saves"), (forward_module, "signature"),
         (forward_module, "link"),
     ):  # fmt: skip

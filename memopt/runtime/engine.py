@@ -81,19 +81,18 @@ class Engine:
                 counters.copied_in_tensors += len(coming)
                 counters.copied_in_bytes += sum(slot.num_bytes for slot in coming)
 
-    def storage_of(self, slot: Slot, counters: Counters) -> torch.UntypedStorage:
-        """Return a slot's storage on the device, once the computation may read it."""
-        if slot.state is State.RESIDENT and slot.device is not None:
-            return slot.device.untyped_storage()
-        with self._lock:
-            if slot.state is State.HOST:
-                self.load([slot], counters)
-            if slot.state is State.LOADING:
-                assert slot.event is not None
-                self.backend.wait(slot.event)
-                slot.state = State.RESIDENT
-            assert slot.device is not None
-            return slot.device.untyped_storage()
+    def tensor_of(self, slot: Slot, counters: Counters) -> torch.Tensor:
+        """Return a tensor on a slot's storage on the device, once the computation may read it."""
+        if slot.state is not State.RESIDENT:
+            with self._lock:
+                if slot.state is State.HOST:
+                    self.load([slot], counters)
+                if slot.state is State.LOADING:
+                    assert slot.event is not None and slot.device is not None
+                    self.backend.wait(slot.event)
+                    slot.state, slot.version = State.RESIDENT, slot.device._version
+        assert slot.device is not None
+        return slot.device
 
     def collect(self) -> None:
         """Give back to the pool what dead slots left, up to the first that a copy still uses."""

@@ -60,15 +60,24 @@ class Swapped:
         """Return the tensor, exact in class, dtype, size and stride; raise as `Kept.unpack`."""
         self._group.reach()
         _check_version(self._group, self._witness, self._version, self._shape)
-        storage = self._slot.engine.storage_of(self._slot, self._group.counters)
-        return torch.empty(0, dtype=self._dtype, device=storage.device).set_(
-            storage, self._offset, self._shape, self._stride
-        )
+        whole = self._slot.engine.tensor_of(self._slot, self._group.counters)
+        # A backward may write to what it unpacked. A view shares its version, so whoever unpacks it next is told.
+        _check_version(self._group, whole, self._slot.version, self._shape)
+        if whole.dtype is not self._dtype:
+            whole = _viewed(whole, self._dtype)
+        return whole.as_strided(self._shape, self._stride, self._offset)
 
 
 def unpack(handle: Kept | Swapped) -> torch.Tensor:
     """Return what a handle stands for: the hook that autograd calls in backward."""
     return handle.unpack()
+
+
+def _viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return a flat view of a tensor's whole storage in another dtype."""
+    num_bytes = tensor.untyped_storage().nbytes() // dtype.itemsize * dtype.itemsize
+    flat = tensor.as_strided((num_bytes // tensor.element_size(),), (1,), 0)
+    return flat.view(dtype)
 
 
 def _check_version(group: "Group", witness: torch.Tensor, saved_version: int, shape: Iterable[int]) -> None:

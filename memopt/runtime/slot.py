@@ -50,6 +50,7 @@ class Slot:
         self.engine = engine
         self.key = key
         self.version = tensor._version
+        """What the version of `device` must be as long as nobody has written to it."""
         self.num_bytes = storage.nbytes()
         self.device: torch.Tensor | None = tensor.detach()
         """A tensor on the storage, not the tensor that was saved: that one would keep its own graph alive."""

@@ -239,6 +239,56 @@ def test_writing_in_place_after_the_save_is_as_loud_as_in_autograd(when, policy)
         del z, out
 
 
+class Scale(torch.autograd.Function):
+    """A loss kernel of the kind that scales in place, in backward, what it kept."""
+
+    @staticmethod
+    def forward(ctx, x, kept):
+        ctx.save_for_backward(kept)
+        return (x * kept).sum()
+
+    @staticmethod
+    def backward(ctx, grad):
+        (kept,) = ctx.saved_tensors
+        return kept.mul_(grad), None
+
+
+class Scaling(nn.Module):
+    def __init__(self, times):
+        super().__init__()
+        self.anchor = nn.Parameter(torch.ones(1))
+        self.times = times
+
+    def forward(self, x):
+        kept = torch.ones(4)
+        return sum(Scale.apply(x, kept) for _ in range(self.times))
+
+
+@pytest.mark.parametrize("in_flight_bytes", [0, 1 << 30], ids=["left", "still there"])
+@pytest.mark.parametrize("wrapped", [False, True])
+@pytest.mark.parametrize("case", ["two nodes", "twice"])
+def test_writing_in_place_in_backward_is_as_loud_as_in_autograd(case, wrapped, in_flight_bytes):
+    """Else the second reader of the same storage would get scaled values."""
+    with cpu_engine(in_flight_bytes=in_flight_bytes):
+        region = Scaling(2 if case == "two nodes" else 1)
+        if wrapped:
+            swap_wrapper(region, everything)
+        x = torch.zeros(4, requires_grad=True)
+        loss = region(x) * 3
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            for _ in range(2):
+                torch.autograd.grad(loss, x, retain_graph=True)
+        del loss
+
+
+def test_writing_in_place_in_backward_once_is_fine():
+    with cpu_engine():
+        region = swap_wrapper(Scaling(1), everything)
+        x = torch.zeros(4, requires_grad=True)
+        (grad,) = torch.autograd.grad(region(x) * 3, x)
+        assert torch.equal(grad, torch.full((4,), 3.0))
+
+
 def test_writing_in_place_before_the_save_is_fine():
     class Before(nn.Module):
         def forward(self, x):
