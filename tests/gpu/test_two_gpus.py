@@ -40,7 +40,9 @@ def test_a_model_spread_over_two_devices():
 def fsdp2(rank, world, order, mixed):
     device = torch.device("cuda", rank)
     mesh = init_device_mesh("cuda", (world,))
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in models.batch(4, 1024, seed=rank).items()}
+    inputs = {
+        k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in models.batch(4, 1024, seed=rank).items()
+    }
     plain = shard(models.llama(num_hidden_layers=2).to(device), mesh, mixed)
     model = models.llama(num_hidden_layers=2).to(device)
     if order == "before":

@@ -16,10 +16,12 @@ def test_outermost_does_not_look_inside_a_hit_and_keeps_the_order_of_discovery()
 def test_a_shared_module_is_one_hit_under_its_first_name():
     graph = graph_of(
         mib_save("a.self_attn"),
-        mib_save("b.self_attn"),
-        build=Build(aliases={"a.self_attn": ("c.self_attn", "d.other_name")}),
+        mib_save("b.mlp"),
+        mib_save("c.self_attn"),
+        build=Build(aliases={"a.self_attn": ("b.self_attn",)}),
     )
-    assert outermost(graph, "self_attn") == ("a.self_attn", "b.self_attn")
+    assert outermost(graph, "self_attn") == ("a.self_attn", "c.self_attn")
+    assert list(graph.to_networkx().predecessors("a.self_attn")) == ["a", "b"]
 
 
 def test_a_module_whose_second_name_is_the_one_asked_for():
