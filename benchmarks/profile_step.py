@@ -83,9 +83,8 @@ def main():
     times = [step(model, batch) for _ in range(5)]
     print("with timers", times)
     for name, seconds in timers.seconds.items():
-        print(
-            f"{name:12} {1e6 * seconds / 5 / args.num_layers:8.1f} us a layer, {timers.calls[name] / 5 / args.num_layers:.1f} calls"
-        )
+        layers = 5 * args.num_layers
+        print(f"{name:12} {1e6 * seconds / layers:8.1f} us a layer, {timers.calls[name] / layers:.1f} calls")
 
 
 if __name__ == "__main__":
