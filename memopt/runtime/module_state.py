@@ -38,6 +38,12 @@ def state_of(module: nn.Module) -> ModuleState:
         return _state(module)
 
 
+def forget_state(module: nn.Module) -> None:
+    """Begin anew: what was counted and learned belongs to the rewriting that ends."""
+    with _LOCK:
+        _STATES.pop(module, None)
+
+
 def link(group: Group, module: nn.Module, previous: nn.Module | None) -> None:
     """Put a new group of a module behind the group that it follows in this thread's forward.
 

@@ -11,6 +11,7 @@ from torch import nn
 
 from memopt.errors import GraphCompileError
 from memopt.runtime.forward import run_region
+from memopt.runtime.module_state import forget_state
 from memopt.runtime.region import PREVIOUS, REGION, Region, region_of
 
 _BASE = "_memopt_base"
@@ -117,6 +118,7 @@ def restore_module(module: nn.Module) -> None:
         module.__class__ = _without_ours(type(module))
     module.__dict__.pop(REGION, None)
     module.__dict__.pop(PREVIOUS, None)
+    forget_state(module)
 
 
 @functools.cache

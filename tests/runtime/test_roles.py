@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import memopt
+from memopt.ir import Plan, account
+from memopt.passes import AttentionSwap, Pipeline, PrefetchChain
 from memopt.runtime.module_state import state_of
 from tests import models
 from tests.runtime.engines import cpu_engine
@@ -72,6 +74,19 @@ def test_what_was_learned_is_used_and_a_new_signature_is_learned_anew():
         assert torch.equal(loss, other_loss)
         assert_equal_gradients(grads, other_grads)
     assert len(list(tables.values())[-1]) < before, "what is saved for frozen weights is less; that was learned anew"
+
+
+def test_what_was_learned_and_counted_for_one_plan_is_not_used_for_the_next():
+    model, inputs = models.llama(num_hidden_layers=2), models.batch()
+    graph = memopt.analyze(model, inputs)
+    for margin_bytes in (0, 1 << 40, 0):
+        plan = Pipeline([AttentionSwap(margin_bytes=margin_bytes), PrefetchChain()]).run(Plan(graph=graph))
+        handle = memopt.apply(model, plan)
+        assert handle.stats().registered_tensors == 0
+        for _ in range(2):
+            step(model, inputs)
+        assert handle.stats().copied_out_bytes == 2 * account(plan).swap_bytes
+        handle.undo()
 
 
 def test_a_forward_that_takes_another_way_is_noticed_and_stays_exact():
