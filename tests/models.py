@@ -2,7 +2,17 @@
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BartConfig,
+    BartForConditionalGeneration,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3MoeConfig,
+    WhisperConfig,
+    WhisperForConditionalGeneration,
+)
 
 VOCAB = 512
 COMMON = {"vocab_size": VOCAB, "hidden_size": 256, "num_hidden_layers": 3}
@@ -20,6 +30,33 @@ def llama(seed=0, **options):
 
 def gpt2(seed=0, **options):
     return _build(GPT2Config(**({"vocab_size": VOCAB, "n_embd": 256, "n_layer": 3, "n_head": 4} | options)), seed)
+
+
+def opt(seed=0, **options):
+    small = {
+        "hidden_size": 256,
+        "ffn_dim": 512,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 256,
+    }
+    return _build(OPTConfig(**({"vocab_size": VOCAB} | small | options)), seed)
+
+
+def bart(seed=0, **options):
+    torch.manual_seed(seed)
+    return BartForConditionalGeneration(BartConfig(**(_encoder_decoder() | options))).train()
+
+
+def whisper(seed=0, **options):
+    torch.manual_seed(seed)
+    small = {"num_mel_bins": 8, "max_source_positions": 64, "decoder_start_token_id": 1, "pad_token_id": 0}
+    return WhisperForConditionalGeneration(WhisperConfig(**(_encoder_decoder() | small | options))).train()
+
+
+def _encoder_decoder():
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    return {"vocab_size": VOCAB, "d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128} | layers
 
 
 def _build(config, seed, attn_implementation=None):

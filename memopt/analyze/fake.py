@@ -1,6 +1,5 @@
 """Make a forward on fake tensors look like a real one: no weights, no GPU, the same saves."""
 
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,43 +27,28 @@ def _grouped_mm_output(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     return rows.new_empty(shape)
 
 
-class RealBranches(TorchFunctionMode):
-    """Take the branches that a real run takes: SDPA's kernel on the target device, and questions put to mask data."""
+class TargetKernels(TorchFunctionMode):
+    """Call the SDPA kernel of the target device."""
 
-    def __init__(self, *, target_device: str, all_attended: bool) -> None:
+    def __init__(self, target_device: str) -> None:
         super().__init__()
-        self._redirect_sdpa = target_device == "cuda"
-        self._all_attended = all_attended
+        self._redirects = target_device == "cuda"
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer or redirect the two calls concerned; let everything else through."""
-        kwargs = kwargs or {}
-        if func is torch.Tensor.__bool__ and args[0].dtype is torch.bool:
-            return self._all_attended
-        if func is torch.nn.functional.scaled_dot_product_attention and self._redirect_sdpa:
-            return cuda_scaled_dot_product_attention(func, *args, **kwargs)
-        return func(*args, **kwargs)
+        """Redirect scaled_dot_product_attention; let everything else through."""
+        if func is torch.nn.functional.scaled_dot_product_attention and self._redirects:
+            return cuda_scaled_dot_product_attention(func, *args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
-def like_a_real_run(*, packed: bool) -> Iterator[None]:
-    """Stop transformers from recognizing fake tensors, which it would trace with other masks and no GQA.
-
-    `packed` says whether the position ids pack several sequences into a row; only the real ones can tell.
-    """
-    from transformers import masking_utils
+def like_a_real_run() -> Iterator[None]:
+    """Stop transformers from recognizing fake tensors, which it would trace with other masks and no GQA."""
     from transformers.utils import import_utils
 
-    find = masking_utils.find_packed_sequence_indices
     is_fake = import_utils.is_fake_tensor
     import_utils.is_fake_tensor = lambda tensor: False
-    masking_utils.find_packed_sequence_indices = functools.partial(_packed_indices, packed)
     try:
         yield
     finally:
         import_utils.is_fake_tensor = is_fake
-        masking_utils.find_packed_sequence_indices = find
-
-
-def _packed_indices(packed: bool, position_ids: torch.Tensor) -> torch.Tensor | None:
-    return torch.zeros_like(position_ids) if packed else None

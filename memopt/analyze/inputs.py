@@ -13,6 +13,8 @@ from memopt.errors import RequestError
 def example_inputs(model: nn.Module, *, batch_size: int, seq_length: int) -> dict[str, Any]:
     """Return a batch of token ids (batch_size, seq_length) with labels, as a causal language model is trained.
 
+    To be called under the trace's fake mode: the batch takes no memory.
+
     Raises RequestError for a model whose forward takes no `input_ids`.
     """
     parameters = inspect.signature(model.forward).parameters
@@ -49,15 +51,3 @@ def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, in
         if isinstance(value, torch.Tensor) and value.dim() > 0:
             return value.shape[0], value.shape[1] if value.dim() > 1 else 1
     return 1, 1
-
-
-def all_attended(kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether the batch has no padding; a mask with padding is materialized by the model, one without is not."""
-    mask = kwargs.get("attention_mask")
-    return not isinstance(mask, torch.Tensor) or bool((mask != 0).all())
-
-
-def is_packed(kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether position ids restart within a row, i.e. several sequences share it."""
-    ids = kwargs.get("position_ids")
-    return isinstance(ids, torch.Tensor) and ids.dim() == 2 and bool((ids.diff(dim=-1) != 1).any())

@@ -14,11 +14,12 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_map_only
 
 from memopt.analyze.build import build_graph, dtype_name
-from memopt.analyze.fake import RealBranches, TraceMode, like_a_real_run
-from memopt.analyze.inputs import all_attended, as_call, batch_shape, example_inputs, is_packed
+from memopt.analyze.fake import TargetKernels, TraceMode, like_a_real_run
+from memopt.analyze.inputs import as_call, batch_shape, example_inputs
 from memopt.analyze.observe import Observation, observe
 from memopt.analyze.roles import name_saves
 from memopt.analyze.twin import twin_of_config, twin_of_model
+from memopt.analyze.values import InputValues
 from memopt.errors import IllegalValueError, TraceError
 from memopt.ir import ModuleGraph, TraceInput
 
@@ -58,7 +59,8 @@ def analyze(
         twin = twin_of_config(model, mode, dtype=DTYPES[dtype], attn_implementation=attn_implementation)
     _check("target_device", target_device, TARGET_DEVICES)
     if inputs is None:
-        inputs = example_inputs(twin, batch_size=batch_size, seq_length=seq_length)
+        with mode:
+            inputs = example_inputs(twin, batch_size=batch_size, seq_length=seq_length)
     args, kwargs = as_call(inputs)
     seen = _observe_fake(twin, mode, args, kwargs, target_device=target_device, autocast=autocast)
     trace_input = _trace_input(twin, args, kwargs, autocast=autocast, target_device=target_device)
@@ -75,15 +77,17 @@ def _observe_fake(
     target_device: str,
     autocast: str,
 ) -> Observation:
-    branches = RealBranches(target_device=target_device, all_attended=all_attended(kwargs))
-    fake_args, fake_kwargs = tree_map_only(torch.Tensor, mode.from_tensor, (tuple(args), dict(kwargs)))
+    values = InputValues(mode)
+    fake_args, fake_kwargs = tree_map_only(torch.Tensor, values.faked, (tuple(args), dict(kwargs)))
     device = _device_type(twin)
     seen = Observation()
     with ExitStack() as stack:
         stack.enter_context(_trace_errors(twin, seen))
-        stack.enter_context(like_a_real_run(packed=is_packed(kwargs)))
+        stack.enter_context(like_a_real_run())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(mode)
-        stack.enter_context(branches)
+        stack.enter_context(values)
+        stack.enter_context(TargetKernels(target_device))
         if autocast != "none":
             stack.enter_context(torch.autocast(device, dtype=DTYPES[autocast]))
         observe(twin, fake_args, fake_kwargs, seen=seen)

@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from memopt.errors import TraceError
+from memopt.errors import GraphCompileError, TraceError
 
 _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
@@ -24,7 +25,10 @@ def twin_of_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a deep copy of a live model on fake tensors, whole and without hooks, in train mode.
 
     What FSDP2 has sharded is put together: in forward the parameters are whole, in the dtype of the mixed precision.
+    Raises GraphCompileError for a model that torch.compile returned, TraceError for one that cannot be copied.
     """
+    if isinstance(model, OptimizedModule):
+        raise GraphCompileError(type(model._orig_mod).__name__)
     try:
         with FakeCopyMode(mode):
             return copy.deepcopy(model, _stand_ins(model, mode)).train()
@@ -41,6 +45,8 @@ def _stand_ins(model: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:
     modules = tuple(model.modules())
     for module in modules:
         memo |= {id(getattr(module, hooks)): OrderedDict() for hooks in _HOOKS}
+        if (compiled := getattr(module, "_compiled_call_impl", None)) is not None:
+            memo[id(compiled)] = None  # the twin runs eagerly
         memo |= {id(value): {} for key, value in module.__dict__.items() if key.startswith(_COMPOSABLE)}
         for parameter in module.parameters(recurse=False):
             if isinstance(parameter, DTensor):

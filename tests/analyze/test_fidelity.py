@@ -33,6 +33,10 @@ def packed(batch):
     return {**batch, "position_ids": torch.arange(length // 2).repeat(rows, 2)}
 
 
+def sound(batch):
+    return {"input_features": torch.randn(2, 8, 128), "labels": batch["labels"][:, :32]}
+
+
 SMALL = models.batch(seq_length=128)
 CASES = {
     "qwen3-moe": (models.qwen3_moe, {}, SMALL, "none"),
@@ -45,6 +49,10 @@ CASES = {
     "llama autocast": (models.llama, {}, SMALL, "bfloat16"),
     "llama with cache": (models.llama, {}, {**SMALL, "use_cache": True}, "none"),
     "gpt2": (models.gpt2, {}, SMALL, "none"),
+    "opt, which asks chance whether to drop a layer": (models.opt, {}, SMALL, "none"),
+    "opt padded": (models.opt, {}, padded(SMALL), "none"),
+    "bart": (models.bart, {"encoder_layerdrop": 0.1}, SMALL, "none"),
+    "whisper": (models.whisper, {}, sound(SMALL), "none"),
 }
 
 

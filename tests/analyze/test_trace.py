@@ -7,7 +7,7 @@ from torch import nn
 from transformers import AutoConfig
 
 import memopt
-from memopt.errors import IllegalValueError, RequestError, TraceError
+from memopt.errors import GraphCompileError, IllegalValueError, RequestError, TraceError
 from memopt.ir import Kind, outermost
 from tests import models
 
@@ -130,6 +130,68 @@ def test_a_model_that_needs_data_is_an_error_with_a_way_out():
 
     with pytest.raises(TraceError, match="asks for the values of a tensor"):
         memopt.analyze(Peeking(), torch.randn(2, 4))
+
+
+class Guarded(nn.Module):
+    """Branches of an ordinary run: guards against bad numbers, chance, and lengths read off the inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.dropped = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x, lengths):
+        if torch.isnan(x).any() or torch.isinf(x).any() or not torch.isfinite(x).all():
+            raise ValueError("bad numbers")
+        if torch.rand([]) < 0.1:
+            return self.dropped(x)
+        longest = int(lengths.max())
+        rows = torch.nonzero(lengths > 1).flatten()
+        mask = torch.zeros(x.shape[0], dtype=torch.bool)
+        mask[rows] = True
+        return self.layer(x[: lengths.tolist()[0]]).tanh() * longest if mask.any() else x
+
+
+def test_branches_on_values_of_the_inputs_are_the_real_ones():
+    graph = memopt.analyze(Guarded(), {"x": torch.randn(4, 8), "lengths": torch.tensor([3, 1, 2, 2])})
+    assert [(t.owner, t.op, t.shape[0]) for t in graph.saved] == [("layer", "Addmm", 3), ("", "Tanh", 3)]
+
+
+def test_a_forgotten_value_is_not_a_wrong_one():
+    class Overwriting(nn.Module):
+        def forward(self, x, flags):
+            flags = flags.clone()
+            flags[0] = x.sum() > 0
+            return x.exp() if flags.all() else x
+
+    with pytest.raises(TraceError, match="asks for the values"):
+        memopt.analyze(
+            Overwriting(), {"x": torch.randn(4, requires_grad=True), "flags": torch.ones(3, dtype=torch.bool)}
+        )
+
+
+def test_chance_is_not_moved():
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    memopt.analyze(
+        Guarded(), {"x": torch.randn(4, 8, generator=torch.Generator()), "lengths": torch.tensor([3, 1, 2, 2])}
+    )
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_compiled_model_is_refused_and_a_compiled_part_is_traced_as_it_was_written():
+    model, inputs = models.llama(num_hidden_layers=1), models.batch(seq_length=8)
+    plain = memopt.analyze(model, inputs)
+    with pytest.raises(GraphCompileError, match="LlamaForCausalLM"):
+        memopt.analyze(torch.compile(model, backend="eager"), inputs)
+    model.model.layers[0].mlp.compile(backend="eager")
+    assert memopt.analyze(model, inputs).saved == plain.saved
+    assert model.model.layers[0].mlp._compiled_call_impl is not None
+
+
+def test_a_batch_that_fits_no_memory_costs_none():
+    graph = memopt.analyze(preset("tiny-llama"), batch_size=4096, seq_length=4096, dtype="float32")
+    assert graph.input.batch_size == 4096
+    assert memopt.ir.saved_bytes(graph.saved).activation_bytes > 1 << 40
 
 
 def test_wrong_requests_name_the_legal_values():

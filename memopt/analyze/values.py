@@ -1,0 +1,113 @@
+"""Know the values of what follows from the inputs alone: masks, positions, lengths. Models take branches on them.
+
+A fake tensor has no values. What is computed from integer and boolean inputs and constants is therefore computed a second
+time for real, as long as it is small; a question put to anything else is an error.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_iter, tree_map_only
+
+MAX_ELEMENTS = 1 << 25
+"""Larger values are not followed: a mask over 4096 x 4096 positions is half of this."""
+
+_VALUE = "_memopt_value"
+_QUESTIONS = frozenset(
+    getattr(torch.Tensor, name) for name in ("__bool__", "__float__", "__index__", "__int__", "item", "tolist")
+)
+_RANDOM_OR_UNSET = frozenset(
+    {
+        "bernoulli", "bernoulli_", "dropout", "empty", "empty_like", "empty_strided", "exponential_", "multinomial",
+        "new_empty", "normal", "normal_", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like", "randperm",
+        "random_", "uniform_",
+    }
+)  # fmt: skip
+_TYPICAL = {
+    "rand": 0.5, "rand_like": 0.5,  # layerdrop: below any sensible rate no layer is dropped
+    "isnan": False, "isinf": False, "isfinite": True,  # guards of a healthy run
+}  # fmt: skip
+
+
+class InputValues(TorchFunctionMode):
+    """Follow the values of what follows from the inputs, and answer the questions put to them."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        super().__init__()
+        self._mode = mode
+
+    def faked(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return an input as a fake tensor that keeps its value, where it is small and not trained."""
+        if isinstance(tensor, FakeTensor):
+            return tensor
+        fake = self._mode.from_tensor(tensor)
+        if not tensor.requires_grad and not tensor.is_floating_point() and tensor.numel() <= MAX_ELEMENTS:
+            setattr(fake, _VALUE, tensor.detach().cpu().clone())
+        return fake
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run a function on fake tensors, and on the values of its operands if all of them are known."""
+        kwargs = kwargs or {}
+        if func in _QUESTIONS:
+            if not hasattr(args[0], _VALUE):
+                return func(*args, **kwargs)  # raises
+            with unset_fake_temporarily():
+                return func(getattr(args[0], _VALUE))
+        values = self._values(func, args, kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except (DataDependentOutputException, DynamicOutputShapeException):
+            if values is None:
+                raise
+            out = tree_map_only(torch.Tensor, self._mode.from_tensor, values)
+        for fake, value in zip(_tensors(out), _tensors(_typical(func, out, values)), strict=False):
+            setattr(fake, _VALUE, value)
+        return out
+
+    def _values(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        operands = _tensors((args, kwargs))
+        if not all(hasattr(t, _VALUE) for t in operands) or func.__name__ in _RANDOM_OR_UNSET:
+            if operands and _writes(func):
+                _forget(operands[0])
+            return None
+        real_args, real_kwargs = tree_map_only(torch.Tensor, lambda t: getattr(t, _VALUE), (args, kwargs))
+        if real_kwargs.get("device") is not None:
+            real_kwargs["device"] = "cpu"
+        try:
+            with unset_fake_temporarily(), torch.no_grad():
+                values = func(*real_args, **real_kwargs)
+        except Exception:  # not computable here, e.g. moved to another device: then simply not known
+            return None
+        return values if all(t.numel() <= MAX_ELEMENTS for t in _tensors(values)) else None
+
+
+def _typical(func: Callable[..., Any], out: Any, values: Any) -> Any:
+    """Return the values that were computed, or what a function of data or chance gives in an ordinary run."""
+    if values is None and func.__name__ in _TYPICAL and isinstance(out, torch.Tensor):
+        with unset_fake_temporarily():
+            return torch.tensor(_TYPICAL[func.__name__], dtype=out.dtype).expand(out.shape)
+    return values
+
+
+def _writes(func: Callable[..., Any]) -> bool:
+    name = func.__name__
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _forget(tensor: torch.Tensor) -> None:
+    if hasattr(tensor, _VALUE):
+        delattr(tensor, _VALUE)
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    leaves: Iterable[Any] = tree_iter(tree)
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
