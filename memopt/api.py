@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -10,10 +11,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt.analyze import analyze
 from memopt.config import Config, parse_config, passes_for, validate_attention_swap
-from memopt.errors import RequestError
+from memopt.errors import IllegalValueError, NoSelfAttentionError, RequestError, UnknownNameError
 from memopt.ir import ModuleGraph, Plan
 from memopt.passes import Pass, Pipeline, make_pass
-from memopt.runtime import PendingRewriting, Rewriting, apply_plan, rewrite_on_first_forward, take_off
+from memopt.runtime import PendingRewriting, Rewriting, apply_plan, check_rewritable, rewrite_on_first_forward, take_off
 from memopt.runtime import undo as undo_rewriting
 
 __all__ = ["analyze", "apply", "plan", "undo"]
@@ -56,6 +57,10 @@ def apply(
     validate_attention_swap(config)
     if inputs is not None:
         return _trace_and_apply(config, model, inputs, autocast=autocast)
+    names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if config.activation_swap == "attention" and "self_attn" not in names:
+        raise NoSelfAttentionError(type(model).__name__)
+    check_rewritable(model)
     return rewrite_on_first_forward(model, functools.partial(_apply_in_forward, config))
 
 
@@ -84,4 +89,9 @@ def _config(config: AnyConfig | None, options: Mapping[str, Any]) -> Config:
         return config
     if isinstance(config, Config):
         raise RequestError("give a Config or its keys, not both")
-    return parse_config({**(config or {}), **options}) if config else Config(**options)
+    if not isinstance(config, Mapping | None):
+        raise IllegalValueError("config", config, "a memopt.Config or a mapping like {'activation_swap': 'attention'}")
+    keys = {**(config or {}), **options}
+    if unknown := sorted(keys.keys() - {field.name for field in fields(Config)}):
+        raise UnknownNameError("config key", unknown[0], [field.name for field in fields(Config)])
+    return parse_config(config) if config and not options else Config(**keys)

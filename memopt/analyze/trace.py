@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -100,6 +101,12 @@ def _trace_errors(twin: nn.Module, seen: Observation) -> Iterator[None]:
     """Turn what fake tensors cannot do into an error that names the module and the way out."""
     try:
         yield
+    except TorchDynamoException as error:
+        where = seen.active[-1].fqn if seen.active else ""
+        raise TraceError(
+            f"{type(twin).__name__} cannot be traced: {where or 'its forward'!r} calls torch.compile, which fake tensors "
+            "cannot enter; choose an implementation that runs eagerly, e.g. attn_implementation='sdpa'"
+        ) from error
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         where = seen.active[-1].fqn if seen.active else ""
         raise TraceError(

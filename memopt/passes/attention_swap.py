@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memopt.errors import NoSelfAttentionError
+from memopt.errors import IllegalValueError, NoSelfAttentionError
 from memopt.ir import Action, Decision, Plan, RegionKey, account, outermost
 from memopt.passes.base import Pass
 from memopt.units import format_bytes
@@ -18,8 +18,12 @@ class AttentionSwap(Pass):
     margin_bytes: int | None = None
     """Keep the last targets on the device up to this many bytes: they would go out and come straight back.
 
-    None keeps the last target alone, where there is more than one.
+    None keeps the last target and no other.
     """
+
+    def __post_init__(self) -> None:
+        if self.margin_bytes is not None and not (isinstance(self.margin_bytes, int) and self.margin_bytes >= 0):
+            raise IllegalValueError("margin_bytes", self.margin_bytes, "None or a whole number of bytes from 0")
 
     def run(self, plan: Plan) -> Plan:
         """Decide on every target; raises NoSelfAttentionError if there is none."""
@@ -44,7 +48,7 @@ class AttentionSwap(Pass):
             return {}
         budget = self.margin_bytes
         if budget is None:
-            budget = targets[-1].covered_bytes if len(targets) > 1 else 0
+            budget = targets[-1].covered_bytes
         kept: dict[str, Decision] = {}
         for target in reversed([target for target in targets if target.covered_bytes]):
             if target.covered_bytes > budget:

@@ -1,5 +1,6 @@
 """Put a plan into effect on a live model, all of it or none."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torch import nn
@@ -7,23 +8,28 @@ from torch import nn
 from memopt.errors import PlanMismatchError, RewriteError
 from memopt.ir import Plan
 from memopt.runtime.contract import check_rewritable, preserved
-from memopt.runtime.counters import Stats, summed
+from memopt.runtime.counters import Counters, Stats, summed
 from memopt.runtime.engine import engine_of
 from memopt.runtime.module_state import state_of
 from memopt.runtime.region import Region, previous_of, region_of, set_previous
 from memopt.runtime.rewrite import is_rewritten, restore_module, rewrite_module
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Rewriting:
     """A plan in effect on a model."""
 
     model: nn.Module
     plan: Plan
+    counters: tuple[Counters, ...] = ()
+    """Of the modules that it rewrote; they can still be read when it is undone."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of {len(self.plan.decisions)} modules of {type(self.model).__name__}>"
 
     def stats(self) -> Stats:
-        """Return what was registered and copied so far, over all rewritten modules of the model."""
-        return summed(state_of(module).counters for module in self.model.modules() if is_rewritten(module))
+        """Return what was registered and copied since the plan came into effect."""
+        return summed(self.counters)
 
     def undo(self) -> None:
         """Give every rewritten module its own class back."""
@@ -45,7 +51,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
             raise RewriteError(
                 f"{type(model).__name__} is rewritten by another plan already; call memopt.undo(model) before this one"
             )
-        return Rewriting(model, plan)
+        return _rewriting(model, plan, regions)
     check_rewritable(model)
     try:
         with preserved(model):
@@ -55,7 +61,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
     except BaseException:
         undo(model)
         raise
-    return Rewriting(model, plan)
+    return _rewriting(model, plan, regions)
 
 
 def undo(model: nn.Module) -> None:
@@ -71,6 +77,10 @@ def finish_copies(model: nn.Module) -> None:
         engine_of(device).finish()
 
 
+def _rewriting(model: nn.Module, plan: Plan, regions: Iterable[nn.Module]) -> Rewriting:
+    return Rewriting(model, plan, tuple(state_of(module).counters for module in regions))
+
+
 def _regions(model: nn.Module, plan: Plan) -> dict[nn.Module, Region]:
     """Return the modules that a plan means, each with its region; raises PlanMismatchError."""
     regions = {}
@@ -79,10 +89,21 @@ def _regions(model: nn.Module, plan: Plan) -> dict[nn.Module, Region]:
         expected = plan.graph.by_fqn[key.fqn].class_name
         module = modules.get(key.fqn)
         found = "nothing" if module is None else type(module).__name__
-        if module is None or expected not in {cls.__name__ for cls in type(module).__mro__}:  # FSDP2 puts one on top
+        if module is None or not _is_one_of(module, {expected}):
             raise PlanMismatchError(
                 f"the plan was made for another model ({plan.graph.model.name}): at {key.fqn!r} it expects "
                 f"{expected}, {type(model).__name__} has {found}; make a plan for this model"
             )
         regions[module] = Region(key.fqn, decision.action, decision.policy)
+    kinds = {plan.graph.by_fqn[key.fqn].class_name for key in plan.decisions}
+    for fqn, module in modules.items():
+        if fqn not in plan.graph.by_fqn and _is_one_of(module, kinds):
+            raise PlanMismatchError(
+                f"the plan was made for another model ({plan.graph.model.name}): it knows nothing of {fqn!r}; "
+                "make a plan for this model"
+            )
     return regions
+
+
+def _is_one_of(module: nn.Module, class_names: set[str]) -> bool:
+    return any(cls.__name__ in class_names for cls in type(module).__mro__)  # FSDP2 puts a class of its own on top

@@ -17,6 +17,9 @@ from memopt.runtime.module_state import link, state_of
 from memopt.runtime.region import Region, previous_of, region_of
 from memopt.runtime.roles import Lesson, signature
 
+_CHECKPOINT_MODULE = "torch.utils.checkpoint"
+_CHECKPOINT = ("_checkpoint_hook", "_recomputation_hook")
+
 
 class _Inside(threading.local):
     """The rewritten modules that this thread is in the forward of."""
@@ -82,6 +85,17 @@ def _saves(module: nn.Module) -> bool:
         and not any(inside is module for inside in _inside.modules)
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+        and not _is_checkpointed()
+    )
+
+
+def _is_checkpointed() -> bool:
+    """Tell whether torch's checkpoint, around this call, drops what is saved: swapping it would be for nothing."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return (
+        hooks is not None
+        and hooks[0].__module__ == _CHECKPOINT_MODULE
+        and hooks[0].__qualname__.startswith(_CHECKPOINT)
     )
 
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from memopt.ir import Plan
 from memopt.runtime.apply import Rewriting, undo
+from memopt.runtime.counters import Stats, summed
 
 Rewrite = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Rewriting]
 
@@ -28,7 +29,7 @@ class RewriteOnFirstForward:
         self.rewriting = self._rewrite(module, args, kwargs)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PendingRewriting:
     """A rewriting that happens on the model's first training forward."""
 
@@ -40,7 +41,13 @@ class PendingRewriting:
         """The plan, None until the first training forward made it."""
         return self.hook.rewriting.plan if self.hook.rewriting else None
 
-    stats = Rewriting.stats
+    def __repr__(self) -> str:
+        state = repr(self.hook.rewriting) if self.hook.rewriting else "waiting for the first training forward"
+        return f"<{type(self).__name__} of {type(self.model).__name__}: {state}>"
+
+    def stats(self) -> Stats:
+        """Return what was registered and copied since the plan came into effect."""
+        return self.hook.rewriting.stats() if self.hook.rewriting else summed(())
 
     def undo(self) -> None:
         """Give every rewritten module its own class back, or stop waiting."""

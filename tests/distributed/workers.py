@@ -13,7 +13,7 @@ import memopt
 from memopt.ir import CheckpointPolicy
 from memopt.runtime.engine import engine_of
 from tests import models
-from tests.runtime.engines import cpu_engine
+from tests.runtime.engines import cpu_engine, total_stats
 from tests.runtime.steps import SWAP
 
 
@@ -80,7 +80,7 @@ def fsdp2(rank, world, order, mixed):
             assert torch.equal(p.grad.to_local(), q.grad.to_local()), name
         for optimizer in optimizers:
             optimizer.step()
-    stats = memopt.runtime.Rewriting(model, None).stats()
+    stats = total_stats(model)
     assert stats.copied_in_tensors == stats.copied_out_tensors > 0
     if handle:
         assert handle.plan.graph.input.dtype == ("bfloat16" if mixed else "float32")
@@ -115,4 +115,4 @@ def ddp(rank, world, order, accumulate):
             one(**batch(rank)).loss.backward()
         for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), name
-    assert memopt.runtime.Rewriting(model, None).stats().copied_out_tensors > 0
+    assert total_stats(model).copied_out_tensors > 0

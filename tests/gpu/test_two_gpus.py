@@ -8,11 +8,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import memopt
 from memopt.runtime import finish_copies
-from memopt.runtime.apply import Rewriting
 from memopt.runtime.engine import engine_of
 from tests import models
 from tests.distributed.test_gloo import free_port
 from tests.distributed.workers import enter_group, shard
+from tests.runtime.engines import total_stats
 from tests.runtime.steps import SWAP, assert_equal_gradients, step
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -61,7 +61,7 @@ def fsdp2(rank, world, order, mixed):
         (loss, grads), (other_loss, other_grads) = local_step(plain, inputs), local_step(model, inputs)
         assert torch.equal(loss, other_loss)
         assert_equal_gradients(grads, other_grads)
-    assert Rewriting(model, None).stats().copied_out_tensors > 0
+    assert total_stats(model).copied_out_tensors > 0
 
 
 def join(rank, world, port, mixed):

@@ -9,14 +9,21 @@ import torch
 from memopt.ir import CheckpointPolicy
 from memopt.runtime import CpuBackend
 from memopt.runtime import engine as engine_module
+from memopt.runtime.counters import summed
 from memopt.runtime.engine import Engine
 from memopt.runtime.module_state import state_of
+from memopt.runtime.rewrite import is_rewritten
 
 CPU = torch.device("cpu")
 
 
 def counters_of(module):
     return state_of(module).counters
+
+
+def total_stats(model):
+    """Return the counters of all rewritten modules, however they were rewritten."""
+    return summed(state_of(module).counters for module in model.modules() if is_rewritten(module))
 
 
 def everything(tensor):

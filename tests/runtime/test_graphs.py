@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import memopt
 from memopt.runtime import swap_wrapper
 from tests import models
-from tests.runtime.engines import counters_of, cpu_engine, everything
+from tests.runtime.engines import counters_of, cpu_engine, everything, total_stats
 from tests.runtime.steps import SWAP, assert_equal_gradients, gradients
 
 
@@ -192,14 +192,29 @@ def test_checkpoint_inside_a_region():
     assert counters_of(model).copied_out_tensors > 0
 
 
-def test_checkpoint_around_a_region(pair):
+def test_checkpoint_around_a_region_is_left_alone(pair):
+    """What it saves is dropped and made again anyway."""
     for model in pair:
         x = models.hidden()
         for block in model.blocks:
             x = checkpoint(block, x, use_reentrant=False)
         x.square().mean().backward()
     assert_equal_gradients(*map(gradients, pair))
+    assert total_stats(pair[1]).registered_tensors == 0
     pair[1](models.hidden())
+
+
+def test_gradient_checkpointing_that_is_switched_on_later():
+    plain, model, inputs = models.llama(num_hidden_layers=2), models.llama(num_hidden_layers=2), models.batch()
+    handle = memopt.apply(model, SWAP, inputs)
+    for one in (plain, model):
+        one.gradient_checkpointing_enable()
+        one(**inputs).loss.backward()
+    assert_equal_gradients(gradients(plain), gradients(model))
+    assert handle.stats().registered_tensors == 0
+    model.gradient_checkpointing_disable()
+    model(**inputs).loss.backward()
+    assert handle.stats().copied_out_tensors > 0
 
 
 def test_a_region_that_calls_itself_and_one_inside_another():

@@ -3,9 +3,11 @@
 import copy
 import pickle
 
+import pytest
 import torch
 
 import memopt
+from memopt.errors import IncompatibleError, NoSelfAttentionError
 from memopt.ir import account
 from tests import models
 from tests.runtime.steps import SWAP, assert_equal_steps, step
@@ -34,6 +36,15 @@ def test_dropout_draws_as_without_memopt():
     loss, _ = step(plain, inputs)
     torch.manual_seed(7)
     assert torch.equal(loss, step(model, inputs)[0])
+
+
+def test_what_can_be_refused_at_once_is():
+    with pytest.raises(NoSelfAttentionError):
+        memopt.apply(models.gpt2(), SWAP)
+    model = models.llama()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(IncompatibleError):
+        memopt.apply(model, SWAP)
 
 
 def test_autocast_is_seen():

@@ -11,7 +11,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from torch import nn
 
 import memopt
-from memopt.errors import IncompatibleError, PlanMismatchError, RewriteError
+from memopt.errors import IncompatibleError, PlanMismatchError, RequestError, RewriteError
 from memopt.runtime import apply as runtime_apply
 from tests import models
 from tests.runtime.steps import SWAP, assert_equal_steps, step
@@ -197,6 +197,31 @@ def test_a_plan_for_another_model_is_refused(inputs):
     _, handle = rewritten(inputs)
     with pytest.raises(PlanMismatchError, match=r"'blocks\.0\.self_attn' it expects Attention"):
         memopt.apply(models.llama(), handle.plan)
+
+
+def test_a_plan_for_fewer_layers_is_refused():
+    plan = memopt.plan(memopt.analyze(models.llama(num_hidden_layers=2), models.batch(seq_length=512)), **SWAP)
+    with pytest.raises(PlanMismatchError, match=r"knows nothing of 'model\.layers\.2\.self_attn'"):
+        memopt.apply(models.llama(num_hidden_layers=3), plan)
+
+
+def test_the_handle_counts_its_own_and_can_be_read_after_undo(inputs):
+    model, handle = rewritten(inputs)
+    step(model, inputs)
+    counted = handle.stats()
+    handle.undo()
+    assert handle.stats() == counted
+    assert counted.copied_out_tensors > 0
+    assert memopt.apply(model, SWAP, inputs).stats().registered_tensors == 0
+    assert repr(handle) == "<Rewriting of 2 modules of SharedAttention>"
+
+
+def test_wrong_configurations_name_the_legal_ones(inputs):
+    graph = memopt.analyze(models.SharedAttention(), inputs)
+    with pytest.raises(RequestError, match="'activation_swp'; did you mean 'activation_swap'"):
+        memopt.plan(graph, activation_swp="attention")
+    with pytest.raises(RequestError, match="config='attention' is not legal"):
+        memopt.apply(models.SharedAttention(), "attention")
 
 
 def test_a_failure_half_way_restores_everything(inputs, monkeypatch):
