@@ -33,7 +33,8 @@ def test_a_model_spread_over_two_devices():
         (loss, grads), (other_loss, other_grads) = step(plain, inputs), step(model, inputs)
         assert torch.equal(loss, other_loss)
         assert_equal_gradients(grads, other_grads)
-    assert handle.stats().copied_in_tensors == handle.stats().copied_out_tensors > 0
+    # the last group of the first device is still there when backward wants it
+    assert 0 < handle.stats().copied_in_tensors <= handle.stats().copied_out_tensors
     finish_copies(model)
     assert all(engine_of(torch.device("cuda", n)).pool.held_bytes > 0 for n in range(2))
 
