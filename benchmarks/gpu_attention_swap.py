@@ -17,6 +17,7 @@ from importlib import resources
 from pathlib import Path
 
 import torch
+from torch.profiler import ProfilerActivity, profile
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import memopt
@@ -143,6 +144,29 @@ def measure(mode, model, plan, batch, device, steps):
     return rows, copied
 
 
+def copy_rates(mode, model, plan, batch):
+    """Return {direction: {bytes_per_second, seconds}} of the pinned copies of one step, as the profiler saw them."""
+    with MODES[mode](model, plan) as handle:
+        train_step(model, batch)
+        before = handle.stats() if handle else None
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            train_step(model, batch)
+            torch.cuda.synchronize()
+        after = handle.stats() if handle else None
+    seconds = {"DtoH": 0.0, "HtoD": 0.0}
+    for event in seen.key_averages():
+        for way in seconds:
+            if f"Memcpy {way}" in event.key and "Pinned" in event.key:
+                seconds[way] += event.self_device_time_total / 1e6
+    rates = {way: {"seconds": s} for way, s in seconds.items()}
+    if handle:
+        rates["DtoH"]["bytes"] = after.copied_out_bytes - before.copied_out_bytes
+        rates["HtoD"]["bytes"] = after.copied_in_bytes - before.copied_in_bytes
+        for rate in rates.values():
+            rate["gigabytes_per_second"] = rate["bytes"] / rate["seconds"] / 1e9
+    return rates
+
+
 def compare_gradients(stepper, model, plan, batch):
     """Return how many gradients differ from the baseline: the baseline's own, run again, and each mode's."""
     reference, loss = stepper.checksums(model, batch)
@@ -190,6 +214,8 @@ def main():
             copied[mode] = moved
         print(pair, {m: [round(r[0], 3) for r in rows[-1]] for m, rows in results.items() if rows}, flush=True)
     report = summary(args, model, plan, results, copied, gradients, device)
+    if device == "cuda":
+        report["copies"] = {mode: copy_rates(mode, model, plan, batch) for mode in results if mode != "nothing"}
     print(json.dumps(report, indent=1))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)
