@@ -3,6 +3,7 @@
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from types import MappingProxyType
 
 from memopt.errors import InvalidPlanError
@@ -69,10 +70,7 @@ class Plan:
     def verify(self) -> None:
         """Raise an InvalidPlanError for a decision or a chain that the graph does not allow."""
         for key, decision in self.decisions.items():
-            if key.fqn not in self.graph.by_fqn:
-                raise InvalidPlanError(f"decision on {str(key)!r}: the model has no such module")
-            if decision.policy not in POLICIES:
-                raise InvalidPlanError(f"decision on {str(key)!r}: no policy is called {decision.policy!r}")
+            self._verify_decision(key, decision)
         nodes = {self.graph.by_fqn[key.fqn].fqn: key for key in self.decisions}
         if len(nodes) < len(self.decisions):
             raise InvalidPlanError("two decisions on one module")
@@ -82,10 +80,26 @@ class Plan:
                     raise InvalidPlanError(
                         f"decision on {str(key)!r}: it lies inside {max(around)!r}, which has one too"
                     )
-        if stray := [fqn for fqn in self.prefetch_chain if fqn not in nodes]:
+        self._verify_chain([node.fqn for node in self.graph.modules if node.fqn in nodes])
+
+    def _verify_decision(self, key: RegionKey, decision: Decision) -> None:
+        if key.fqn not in self.graph.by_fqn:
+            raise InvalidPlanError(f"decision on {str(key)!r}: the model has no such module")
+        if key.region:
+            raise InvalidPlanError(f"decision on {str(key)!r}: no region is called {key.region!r}; legal: ''")
+        if decision.policy not in POLICIES:
+            raise InvalidPlanError(f"decision on {str(key)!r}: no policy is called {decision.policy!r}")
+
+    def _verify_chain(self, decided: list[str]) -> None:
+        """Hold the chain against the decided modules in discovery order."""
+        chain = self.prefetch_chain
+        if stray := [fqn for fqn in chain if fqn not in decided]:
             raise InvalidPlanError(f"prefetch chain names {stray[0]!r}, on which nothing is decided")
-        if len(set(self.prefetch_chain)) < len(self.prefetch_chain):
+        if len(set(chain)) < len(chain):
             raise InvalidPlanError("prefetch chain names a module twice")
+        for before, after in pairwise(chain):
+            if decided.index(before) > decided.index(after):
+                raise InvalidPlanError(f"prefetch chain has {before!r} before {after!r}; forward discovers it after")
 
 
 def _enclosing(fqn: str) -> set[str]:

@@ -1,9 +1,11 @@
 """Plans to and from JSON; pydantic validates what comes in, so that a bad file is named, not guessed at."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from memopt.errors import UnreadableFileError
+from memopt.errors import InvalidPlanError, UnreadableFileError
+from memopt.ir.consistency import first_fault
 from memopt.ir.graph import ModuleGraph
 from memopt.ir.plan import Decision, Plan, RegionKey
 
@@ -20,7 +22,7 @@ def plan_to_json(plan: Plan) -> str:
 
 
 def plan_from_json(text: str | bytes, *, path: object = "text") -> Plan:
-    """Read a plan; raises UnreadableFileError for what is not a plan of this version and InvalidPlanError."""
+    """Read a plan; raises UnreadableFileError, naming the key, for what is no plan or one that contradicts itself."""
     from pydantic import ValidationError
 
     try:
@@ -29,9 +31,10 @@ def plan_from_json(text: str | bytes, *, path: object = "text") -> Plan:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "document"
         raise UnreadableFileError("plan", path, f"{where}: {first['msg']}") from None
-    decisions = {RegionKey(fqn, region): decision for fqn, region, decision in document.decisions}
-    plan = Plan(graph=document.graph, decisions=decisions, prefetch_chain=document.prefetch_chain)
-    plan.verify()
+    if fault := first_fault(document.graph):
+        raise UnreadableFileError("plan", path, f"graph.{fault[0]}: {fault[1]}")
+    plan = Plan(graph=document.graph, decisions=_decisions(document, path), prefetch_chain=document.prefetch_chain)
+    _verify(plan, path)
     return plan
 
 
@@ -47,6 +50,26 @@ def load_plan(path: str | Path) -> Plan:
     except OSError as error:
         raise UnreadableFileError("plan", path, error.strerror or str(error)) from None
     return plan_from_json(text, path=path)
+
+
+def _decisions(document: Any, path: object) -> dict[RegionKey, Decision]:
+    """Return the decisions by region; a second one on a region is refused, for the mapping would hide it."""
+    decisions: dict[RegionKey, Decision] = {}
+    for number, (fqn, region, decision) in enumerate(document.decisions):
+        key = RegionKey(fqn, region)
+        if key in decisions:
+            raise UnreadableFileError("plan", path, f"decisions.{number}: {str(key)!r} has a decision already")
+        decisions[key] = decision
+    return decisions
+
+
+def _verify(plan: Plan, path: object) -> None:
+    """Verify the decisions, then the chain, so that the error can name the key that is wrong."""
+    for key, part in (("decisions", replace(plan, prefetch_chain=())), ("prefetch_chain", plan)):
+        try:
+            part.verify()
+        except InvalidPlanError as error:
+            raise UnreadableFileError("plan", path, f"{key}: {error}") from None
 
 
 def _document() -> Any:

@@ -1,10 +1,12 @@
 """Plans refuse what contradicts them or their graph."""
 
+from dataclasses import replace
+
 import pytest
 
 from memopt.errors import InvalidPlanError
 from memopt.ir import Action, Decision, Plan, RegionKey
-from tests.builders import Build, graph_of, mib_save
+from tests.builders import Build, graph_of, mib_save, plan_of
 
 SWAP = Decision(action=Action.SWAP, by="one", why="because", policy="attention")
 KEEP = Decision(action=Action.KEEP, by="other", why="because", policy="attention")
@@ -49,6 +51,19 @@ def test_verify_names_the_fault(decisions, chain, message):
     )
     with pytest.raises(InvalidPlanError, match=message):
         wrong.verify()
+
+
+def test_a_region_that_nobody_knows_is_refused():
+    with pytest.raises(InvalidPlanError, match="no region is called 'rope'; legal: ''"):
+        plan().decide({RegionKey(ATTN, "rope"): SWAP}).verify()
+
+
+def test_a_reversed_chain_is_refused():
+    targets = [f"model.layers.{n}.self_attn" for n in range(3)]
+    chained = replace(plan_of(*map(mib_save, targets)), prefetch_chain=tuple(targets[::2]))
+    chained.verify()
+    with pytest.raises(InvalidPlanError, match=r"prefetch chain has 'model\.layers\.2\.self_attn' before"):
+        replace(chained, prefetch_chain=tuple(targets[::-1])).verify()
 
 
 def test_two_names_of_one_module_cannot_both_be_decided():

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from memopt.errors import InvalidPlanError, UnreadableFileError
+from memopt.errors import UnreadableFileError
 from memopt.ir import load_plan, plan_from_json, plan_to_json, save_plan
 from tests.builders import QWEN, mib_save, plan_of, qwen_layers
 
@@ -35,8 +35,50 @@ def test_a_wrong_key_is_named(key, value):
         plan_from_json(json.dumps({**document, key: value}))
 
 
-def test_a_plan_that_contradicts_its_graph_is_refused():
-    document = json.loads(plan_to_json(plan_of(mib_save("model.self_attn"))))
-    document["prefetch_chain"] = ["model.elsewhere"]
-    with pytest.raises(InvalidPlanError, match="prefetch chain names"):
-        plan_from_json(json.dumps(document))
+def contradiction(*path, value):
+    """Return the text of a good plan of two layers with one value of it changed."""
+    document = json.loads(plan_to_json(plan_of(*qwen_layers(2), build=QWEN)))
+    *parents, key = path
+    place = document
+    for parent in parents:
+        place = place[parent]
+    place[key] = value(place[key])
+    return json.dumps(document)
+
+
+def is_now(new):
+    return lambda old: new
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (["prefetch_chain"], is_now(["model.elsewhere"]), "prefetch_chain: prefetch chain names 'model.elsewhere'"),
+        (
+            ["prefetch_chain"],
+            lambda chain: chain[::-1],
+            "prefetch_chain: prefetch chain has 'model.layers.1.self_attn'",
+        ),
+        (["decisions", 0, 1], is_now("rope"), "decisions: decision on 'model.layers.0.self_attn:rope': no region"),
+        (["decisions", 0, 0], is_now("model.no"), "decisions: decision on 'model.no': the model has no such module"),
+        (["decisions"], lambda old: [*old, old[0]], "decisions.2: 'model.layers.0.self_attn' has a decision already"),
+        (["graph", "calls", 3, "parent"], is_now(3), "graph.calls.3.parent: 3 is no earlier call"),
+        (["graph", "calls", 3, "parent"], is_now(-1), "graph.calls.3.parent: -1 is no earlier call"),
+        (["graph", "calls", 3, "end_save"], is_now(99), "graph.calls.3.end_save: saves 0 to 99 are not within the 36"),
+        (["graph", "calls", 3, "fqn"], is_now("x"), "graph.calls.3.fqn: 'x' is no module"),
+        (["graph", "calls", 3, "index"], is_now(4), "graph.calls.3.index: 4 stands at 3"),
+        (["graph", "saved", 5, "index"], is_now(6), "graph.saved.5.index: 6 stands at 5"),
+        (["graph", "saved", 5, "call"], is_now(99), "graph.saved.5.call: 99 is no call"),
+        (["graph", "saved", 5, "owner"], is_now("x"), "graph.saved.5.owner: 'x' is no module"),
+        (["graph", "saved", 5, "storage_bytes"], is_now(-1), "graph.saved.5.storage_bytes: -1 is negative"),
+        (["graph", "saved", 5, "shape"], is_now([2, -1]), "graph.saved.5.shape: -1 is negative"),
+        (["graph", "model", "parameter_bytes"], is_now(-1), "graph.model.parameter_bytes: -1 is negative"),
+        (["graph", "modules"], is_now([]), "graph.modules: the first is not the root"),
+        (["graph", "modules", 2, "fqns"], is_now([]), "graph.modules.2.fqns: the first is not the module's fqn"),
+        (["graph", "flows"], is_now([[0, 99]]), "graph.flows.0: [0, 99] is no pair of calls"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_refused_and_the_key_named(path, value, message):
+    with pytest.raises(UnreadableFileError) as error:
+        plan_from_json(contradiction(*path, value=value), path="plan.json")
+    assert str(error.value).startswith(f"plan 'plan.json' cannot be read: {message}")
