@@ -11,3 +11,8 @@ def format_bytes(num_bytes: int) -> str:
         if abs(num_bytes) >= unit:
             return f"{num_bytes / unit:,.2f} {name}" if unit == GIB else f"{num_bytes / unit:,.1f} {name}"
     return f"{num_bytes} B"
+
+
+def count_noun(count: int, noun: str) -> str:
+    """Return a count and its noun, e.g. ``1 module``, ``48 modules``."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

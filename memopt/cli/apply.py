@@ -12,12 +12,13 @@ from memopt.cli.output import progress, show
 from memopt.cli.request import InputRequest, PlanRequest
 from memopt.cli.run import run
 from memopt.cli.verdict import proof_report
-from memopt.errors import VerificationError
+from memopt.errors import PlanMismatchError, VerificationError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from memopt.cli.proof import Trial
+    from memopt.ir import ModelFacts
 
 app = make_app(
     "memopt-apply",
@@ -73,8 +74,7 @@ def apply(
 
         trial = prepare(model, asked, request, device=device, steps=steps, num_layers=num_layers, seed=seed, say=say)
         proof = prove(trial, verify=verify)
-    page = proof_report(proof.values, name=model, num_steps=steps, num_faults=len(proof.faults))
-    show(page, proof.values, format=format, output=output)
+    show(proof_report(proof, name=model, num_steps=steps), proof.values, format=format, output=output)
     if proof.faults:
         raise VerificationError(f"verification failed: {'; '.join(proof.faults)}")
 
@@ -106,17 +106,27 @@ def prepare(
         model = build_model(source, given, device=target, seed=seed)
     batches = make_batches(model, given, num=steps, seed=seed)
     say(f"Tracing {source.name}")
-    autocast = given.autocast or "none"
-    graph = memopt.analyze(model, batches[0], autocast=autocast, name=source.name)
+    graph = memopt.analyze(model, batches[0], autocast=given.autocast or "none", name=source.name)
+    if asked.plan:
+        check_same_model(asked.plan.graph.model, graph.model)
     return Trial(
         model=model,
         plan=asked.plan or memopt.plan(graph, asked.config, passes=asked.passes),
         batches=batches,
-        autocast=autocast,
+        input=graph.input,
         seed=seed,
-        same_input=asked.plan is None or asked.plan.graph.input == graph.input,
         say=say,
     )
+
+
+def check_same_model(planned: "ModelFacts", here: "ModelFacts") -> None:
+    """Raise a PlanMismatchError where a plan was made for a model of another class or size."""
+    for_, real = ((facts.class_name, facts.num_parameters) for facts in (planned, here))
+    if for_ != real:
+        raise PlanMismatchError(
+            f"plan for another model: it was made for {planned.name}, a {for_[0]} of {for_[1]:,} parameters; "
+            f"here is {here.name}, a {real[0]} of {real[1]:,}"
+        )
 
 
 def main() -> None:

@@ -2,15 +2,18 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 import memopt
 from memopt.cli.training import Run, snapshot, train
 from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, training_faults
-from memopt.ir import Plan, account
+from memopt.ir import Plan, PlanAccount, TraceInput, account
+
+if TYPE_CHECKING:
+    from memopt.runtime import Stats
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,8 +21,17 @@ class Proof:
     """What memopt-apply found out; `values` are its JSON."""
 
     values: dict[str, Any]
-    faults: tuple[str, ...]
-    """Why it is not verified; empty if it is, or if nobody asked."""
+    differences: tuple[str, ...]
+    """How the planned run trained differently; empty if it did not, or if nobody asked."""
+    contradictions: tuple[str, ...]
+    """Where the counters contradict the plan."""
+    predicted: bool
+    """Whether the plan's bytes were held against the counters."""
+
+    @property
+    def faults(self) -> tuple[str, ...]:
+        """Why it is not verified."""
+        return self.differences + self.contradictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,11 +41,15 @@ class Trial:
     model: nn.Module
     plan: Plan
     batches: Sequence[Mapping[str, Any]]
-    autocast: str
+    input: TraceInput
+    """What the batches are, as a trace says it."""
     seed: int
-    same_input: bool
-    """Whether the plan was made for these batches, so that its bytes must hold."""
     say: Callable[[str], None]
+
+    @property
+    def same_input(self) -> bool:
+        """Whether the plan was made for these batches, so that its bytes must hold."""
+        return self.plan.graph.input == self.input
 
     def run(self, start: Mapping[str, Any], name: str) -> Run:
         """Train once from the given weights."""
@@ -42,7 +58,7 @@ class Trial:
             self.model,
             start,
             self.batches,
-            autocast=self.autocast,
+            autocast=self.input.autocast,
             seed=self.seed,
             say=lambda doing: say(f"Training {name}: {doing}"),
         )
@@ -53,38 +69,25 @@ def prove(trial: Trial, *, verify: bool) -> Proof:
     start = snapshot(trial.model)
     on_cpu = next(trial.model.parameters()).device.type == "cpu"
     baselines = [trial.run(start, "without the plan") for _ in range(verify + (verify and not on_cpu))]
-    handle = memopt.apply(trial.model, trial.plan)
-    try:
-        planned = trial.run(start, "with the plan")
-        stats = handle.stats()
-    finally:
-        handle.undo()
-    difference, faults = judge(baselines, planned)
+    planned, stats = _run_with_plan(trial, start)
     totals = account(trial.plan)
-    if verify:
-        predicted = totals.swap_bytes * len(trial.batches) if trial.same_input else None
-        copies = Copies(
-            copied_out_bytes=stats.copied_out_bytes, copied_in_bytes=stats.copied_in_bytes, predicted_bytes=predicted
-        )
-        faults += copy_faults(totals, copies)
-    baseline = baselines[0] if baselines else None
+    difference, differences = judge(baselines, planned)
+    contradictions = copy_faults(totals, _copies(trial, totals, stats)) if verify else []
+    faults = [*differences, *contradictions]
     values = {
         "verified": not faults if verify else None,
-        "losses_equal": difference and difference.losses_equal,
-        "gradients_equal": difference and difference.gradients_equal,
-        "max_gradient_difference": difference and _finite(difference.max_gradient),
-        "registered": {"tensors": stats.registered_tensors, "bytes": stats.registered_bytes},
-        "copied_out": {"tensors": stats.copied_out_tensors, "bytes": stats.copied_out_bytes},
-        "copied_in": {"tensors": stats.copied_in_tensors, "bytes": stats.copied_in_bytes},
+        **_equality(difference),
+        **_counters(stats),
         "predicted_swap_bytes": totals.swap_bytes,
-        "step_seconds": {"baseline": baseline and baseline.step_seconds, "planned": planned.step_seconds},
-        "peak_device_bytes": {
-            "baseline": baseline and baseline.peak_device_bytes,
-            "planned": planned.peak_device_bytes,
-        },
-        "notes": [*faults, *_notes(trial, baselines, on_cpu=on_cpu)],
+        **_costs(baselines[0] if baselines else None, planned),
+        "notes": [*faults, *_notes(trial, totals, baselines, planned)],
     }
-    return Proof(values=values, faults=tuple(faults))
+    return Proof(
+        values=values,
+        differences=tuple(differences),
+        contradictions=tuple(contradictions),
+        predicted=trial.same_input,
+    )
 
 
 def judge(baselines: Sequence[Run], planned: Run) -> tuple[Difference | None, list[str]]:
@@ -96,21 +99,67 @@ def judge(baselines: Sequence[Run], planned: Run) -> tuple[Difference | None, li
     return difference, training_faults(difference, noise)
 
 
-def _notes(trial: Trial, baselines: Sequence[Run], *, on_cpu: bool) -> list[str]:
+def input_differences(planned: TraceInput, here: TraceInput) -> list[str]:
+    """Return in which fields two inputs differ: ``seq_length: 1024, here 512``."""
+    real = asdict(here)
+    return [f"{key}: {value}, here {real[key]}" for key, value in asdict(planned).items() if value != real[key]]
+
+
+def _run_with_plan(trial: Trial, start: Mapping[str, Any]) -> "tuple[Run, Stats]":
+    handle = memopt.apply(trial.model, trial.plan)
+    try:
+        return trial.run(start, "with the plan"), handle.stats()
+    finally:
+        handle.undo()
+
+
+def _copies(trial: Trial, totals: PlanAccount, stats: "Stats") -> Copies:
+    return Copies(
+        copied_out_bytes=stats.copied_out_bytes,
+        copied_in_bytes=stats.copied_in_bytes,
+        predicted_bytes=totals.swap_bytes * len(trial.batches) if trial.same_input else None,
+    )
+
+
+def _equality(difference: Difference | None) -> dict[str, Any]:
+    return {
+        "losses_equal": difference and difference.losses_equal,
+        "gradients_equal": difference and difference.gradients_equal,
+        "max_gradient_difference": difference and _finite(difference.max_gradient),
+    }
+
+
+def _counters(stats: "Stats") -> dict[str, Any]:
+    return {
+        "registered": {"tensors": stats.registered_tensors, "bytes": stats.registered_bytes},
+        "copied_out": {"tensors": stats.copied_out_tensors, "bytes": stats.copied_out_bytes},
+        "copied_in": {"tensors": stats.copied_in_tensors, "bytes": stats.copied_in_bytes},
+    }
+
+
+def _costs(baseline: Run | None, planned: Run) -> dict[str, Any]:
+    return {
+        key: {"baseline": baseline and getattr(baseline, key), "planned": getattr(planned, key)}
+        for key in ("step_seconds", "peak_device_bytes")
+    }
+
+
+def _notes(trial: Trial, totals: PlanAccount, baselines: Sequence[Run], planned: Run) -> list[str]:
     notes = []
-    if not account(trial.plan).swap_bytes:
+    if baselines and planned.any_nan and baselines[0].any_nan:
+        notes.append("the loss is NaN in both runs")
+    if not totals.swap_bytes:
         notes.append("the plan swaps nothing, so that equal results prove nothing")
-    if not trial.same_input:
-        notes.append("the plan was made for another input: its predicted bytes were not held against the counters")
-    if on_cpu:
+    if differing := input_differences(trial.plan.graph.input, trial.input):
+        notes.append(
+            f"the plan was made for another input ({'; '.join(differing)}): "
+            "its predicted bytes were not held against the counters"
+        )
+    if planned.peak_device_bytes is None:
         notes.append("on a CPU there is no device memory to save: peak_device_bytes is empty, step times are no guide")
-    if len(baselines) > 1 and not _equal(compare(*baselines)):
+    if len(baselines) > 1 and not compare(*baselines).equal:
         notes.append("the run without the plan differs from itself: its kernels are not deterministic")
     return notes
-
-
-def _equal(difference: Difference) -> bool:
-    return difference.losses_equal and difference.gradients_equal
 
 
 def _finite(value: float) -> float | None:

@@ -27,6 +27,11 @@ class Run:
     peak_device_bytes: int | None
     """None on the CPU, which keeps no such count."""
 
+    @property
+    def any_nan(self) -> bool:
+        """Whether a loss is NaN."""
+        return any(bool(loss.isnan().any()) for loss in self.losses)
+
 
 def snapshot(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return a copy on the CPU of a model's parameters and buffers, from which `train` starts."""

@@ -1,37 +1,51 @@
 """What memopt-apply found out, as a page to read: the verdict first."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich import box
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from memopt.units import format_bytes
+from memopt.units import count_noun, format_bytes
+
+if TYPE_CHECKING:
+    from memopt.cli.proof import Proof
 
 
-def proof_report(values: Mapping[str, Any], *, name: str, num_steps: int, num_faults: int) -> RenderableType:
+def proof_report(proof: "Proof", *, name: str, num_steps: int) -> RenderableType:
     """Return the verdict, the two runs side by side, what was copied, and the notes."""
-    parts: list[RenderableType] = [verdict(values, num_steps), Text(f"{name}, {num_steps} steps", style="dim"), ""]
+    values = proof.values
+    size = Text(f"{name}, {count_noun(num_steps, 'step')}", style="dim")
+    parts: list[RenderableType] = [verdict(proof, num_steps), size, ""]
     parts += [runs_table(values), "", copies_table(values, num_steps)]
     if values["notes"]:
-        parts += ["", notes_table(values["notes"], num_faults)]
+        parts += ["", notes_table(values["notes"], len(proof.faults))]
     return Group(*parts)
 
 
-def verdict(values: Mapping[str, Any], num_steps: int) -> Text:
+def verdict(proof: "Proof", num_steps: int) -> Text:
     """Return in one sentence whether the plan changed anything but memory."""
-    if values["verified"] is None:
+    if proof.values["verified"] is None:
         return Text("Not verified: the plan was run, and compared with nothing.", style="bold yellow")
-    if not values["verified"]:
-        return Text("NOT EQUAL: the plan does not do what it says; see the notes.", style="bold red")
-    exact = values["losses_equal"] and values["gradients_equal"]
-    how = "bit for bit" if exact else "within what the run without it differs from itself"
+    if proof.differences:
+        return Text("NOT EQUAL: with the plan the model trains differently; see the notes.", style="bold red")
+    how = _how_equal(proof.values)
+    if proof.contradictions:
+        reason = "; ".join(proof.contradictions)
+        return Text(f"NOT VERIFIED: {reason}. Losses and gradients are the same, {how}.", style="bold red")
+    gives = f"with the plan, {count_noun(num_steps, 'step')} give{'s' * (num_steps == 1)}"
+    unchecked = "" if proof.predicted else " (predicted bytes not compared)"
     return Text.assemble(
         ("Verified: ", "bold green"),
-        (f"with the plan, {num_steps} steps give the same losses and gradients as without it, {how}.", "bold"),
+        (f"{gives} the same losses and gradients as without it, {how}{unchecked}.", "bold"),
     )
+
+
+def _how_equal(values: Mapping[str, Any]) -> str:
+    exact = values["losses_equal"] and values["gradients_equal"]
+    return "bit for bit" if exact else "within what the run without it differs from itself"
 
 
 def runs_table(values: Mapping[str, Any]) -> Table:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from memopt.cli.training import Run
-from memopt.ir import Action, PlanAccount
+from memopt.ir import PlanAccount
 from memopt.units import format_bytes
 
 
@@ -20,6 +20,11 @@ class Difference:
     """Every gradient of every step, bit for bit."""
     max_loss: float
     max_gradient: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether nothing differs."""
+        return self.losses_equal and self.gradients_equal
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +40,9 @@ class Copies:
 def compare(one: Run, other: Run) -> Difference:
     """Return how two runs differ."""
     losses = [_distance(a, b) for a, b in zip(one.losses, other.losses, strict=True)]
-    names_equal = all(a.keys() == b.keys() for a, b in zip(one.gradients, other.gradients, strict=True))
-    gradients = [
-        _distance(a[name], b[name])
-        for a, b in zip(one.gradients, other.gradients, strict=True)
-        for name in a.keys() & b.keys()
-    ]
+    steps = list(zip(one.gradients, other.gradients, strict=True))
+    gradients = [_distance(a[name], b[name]) for a, b in steps for name in a.keys() & b.keys()]
+    names_equal = all(a.keys() == b.keys() for a, b in steps)
     return Difference(
         losses_equal=all(equal for equal, _ in losses),
         gradients_equal=names_equal and all(equal for equal, _ in gradients),
@@ -51,26 +53,27 @@ def compare(one: Run, other: Run) -> Difference:
 
 def training_faults(planned: Difference, noise: Difference | None) -> list[str]:
     """Return what is wrong with a planned run; `noise` is how the run without a plan differs from itself."""
-    if noise is None or (noise.losses_equal and noise.gradients_equal):
-        faults = []
-        if not planned.losses_equal:
-            faults.append(f"losses differ from the run without the plan by up to {planned.max_loss:.3g}")
-        if not planned.gradients_equal:
-            faults.append(f"gradients differ from the run without the plan by up to {planned.max_gradient:.3g}")
-        return faults
-    if planned.max_loss <= noise.max_loss and planned.max_gradient <= noise.max_gradient:
-        return []
-    return [
-        f"the planned run differs by up to {planned.max_gradient:.3g} in a gradient and {planned.max_loss:.3g} in a "
-        f"loss; the run without the plan differs from itself by {noise.max_gradient:.3g} and {noise.max_loss:.3g} only"
-    ]
+    if noise is not None and not noise.equal:
+        return _noisy_faults(planned, noise)
+    faults = []
+    if not planned.losses_equal:
+        faults.append(f"losses differ from the run without the plan by up to {planned.max_loss:.3g}")
+    if not planned.gradients_equal:
+        faults.append(f"gradients differ from the run without the plan by up to {planned.max_gradient:.3g}")
+    return faults
 
 
 def copy_faults(totals: PlanAccount, copies: Copies) -> list[str]:
-    """Return where the counters contradict the plan."""
-    swaps = any(target.action is Action.SWAP and target.swap_bytes for target in totals.targets)
-    if swaps and not (copies.copied_out_bytes and copies.copied_in_bytes):
-        return ["the plan swaps tensors, and nothing was copied"]
+    """Return where the counters contradict the plan.
+
+    A group whose backward begins before its copy has left comes back without one, and so may the last of a step:
+    that nothing came back is wrong only where more than one went out.
+    """
+    num_swapping = sum(bool(target.swap_bytes) for target in totals.targets)
+    if num_swapping and not copies.copied_out_bytes:
+        return ["the plan swaps tensors, and nothing was copied out"]
+    if num_swapping > 1 and not copies.copied_in_bytes:
+        return [f"{format_bytes(copies.copied_out_bytes)} were copied out, and nothing came back"]
     if copies.predicted_bytes is not None and copies.copied_out_bytes != copies.predicted_bytes:
         out, foretold = format_bytes(copies.copied_out_bytes), format_bytes(copies.predicted_bytes)
         return [f"{out} ({copies.copied_out_bytes} B) were copied out, the plan says {foretold}"]
@@ -82,11 +85,21 @@ def nearest(one: Difference, other: Difference) -> Difference:
     return min(one, other, key=lambda difference: (difference.max_gradient, difference.max_loss))
 
 
+def _noisy_faults(planned: Difference, noise: Difference) -> list[str]:
+    if planned.max_loss <= noise.max_loss and planned.max_gradient <= noise.max_gradient:
+        return []
+    return [
+        f"the planned run differs by up to {planned.max_gradient:.3g} in a gradient and {planned.max_loss:.3g} in a "
+        f"loss; the run without the plan differs from itself by {noise.max_gradient:.3g} and {noise.max_loss:.3g} only"
+    ]
+
+
 def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[bool, float]:
-    """Return whether two tensors are equal bit for bit, and by how much they differ at most."""
-    if torch.equal(one, other):
-        return True, 0.0
+    """Return whether two tensors are equal, NaN to NaN at the same place, and by how much they differ at most."""
     if one.shape != other.shape:
         return False, math.inf
-    size = float((one.double() - other.double()).abs().max())
+    differs = (one != other) & ~(one.isnan() & other.isnan())
+    if not differs.any():
+        return True, 0.0
+    size = float((one[differs].double() - other[differs].double()).abs().max())
     return False, math.inf if math.isnan(size) else size

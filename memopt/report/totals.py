@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.ir import Action, PlanAccount
-from memopt.units import format_bytes
+from memopt.units import count_noun, format_bytes
 
 COPY_GB_PER_SECOND = 55
 """Pinned host memory to or from one H200 over PCIe 5 x16, one way at a time, measured."""
@@ -44,8 +44,3 @@ def _sums(totals: PlanAccount) -> Iterator[tuple[str, str, str]]:
     if held := totals.swap_bytes - totals.freed_bytes:
         yield "copied, but not freed", format_bytes(held), "something else holds it on the device"
     yield "really freed", format_bytes(totals.freed_bytes), "off the device between forward and backward"
-
-
-def count_noun(count: int, noun: str) -> str:
-    """Return a count and its noun, e.g. ``1 module``, ``48 modules``."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"

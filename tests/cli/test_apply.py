@@ -67,7 +67,26 @@ def test_a_plan_of_another_shape_still_trains_alike(command, tmp_path):
     command("memopt-analyze", *TINY[:3], "--swap", "attention", "--target-device", "cpu", "--save-plan", path)
     code, values, _ = as_json(command, *TINY, "--plan", path, "--seq-length", "700")
     assert (code, values["verified"]) == (0, True)
-    assert any("another input" in note for note in values["notes"])
+    (note,) = [note for note in values["notes"] if "another input" in note]
+    assert "(seq_length: 512, here 700)" in note
+
+
+def test_the_headline_says_that_predicted_bytes_were_not_compared(command, tmp_path):
+    path = tmp_path / "plan.json"
+    command("memopt-analyze", *TINY[:3], "--swap", "attention", "--save-plan", path)
+    code, out, _ = command("memopt-apply", *TINY, "--plan", path)
+    assert code == 0
+    assert "bit for bit (predicted bytes not compared)." in " ".join(out.split())
+    assert "target_device: cuda, here cpu" in " ".join(out.split())
+
+
+def test_nan_in_both_runs_is_no_difference(command):
+    code, values, err = as_json(
+        command, "tiny-llama", "--swap", "attention", "--seq-length", "1", "--steps", "1", "--device", "cpu"
+    )
+    assert (code, err, values["losses_equal"], values["gradients_equal"]) == (0, "", True, True)
+    assert values["max_gradient_difference"] == 0
+    assert "the loss is NaN in both runs" in values["notes"]
 
 
 def test_a_configuration_that_swaps_nothing_says_that_it_proves_nothing(command):
@@ -122,4 +141,4 @@ def test_a_plan_that_copies_nothing_fails(command, monkeypatch):
     monkeypatch.setattr(proof.memopt, "apply", lambda model, plan: Idle())
     code, values, err = as_json(command, *TINY, "--swap", "attention")
     assert (code, values["verified"], values["gradients_equal"]) == (1, False, True)
-    assert "the plan swaps tensors, and nothing was copied" in err
+    assert "the plan swaps tensors, and nothing was copied out" in err

@@ -1,6 +1,7 @@
 """Every wrong request: its exit code, and the one line on stderr."""
 
 import importlib.util
+import re
 
 import pytest
 import torch
@@ -177,12 +178,16 @@ def test_an_unreadable_plan(fails, tmp_path, text):
     assert (code, "plan.json' cannot be read: " in line) == (2, True)
 
 
-def test_a_plan_for_another_model(command, fails, tmp_path):
+@pytest.mark.parametrize(("name", "num_layers"), [("tiny-qwen3-moe", "1"), ("tiny-llama", "2")])
+def test_a_plan_for_another_model(command, fails, tmp_path, name, num_layers):
     path = tmp_path / "plan.json"
     assert command("memopt-analyze", *TINY, "--swap", "attention", "--save-plan", path)[0] == 0
-    code, line = fails("memopt-apply", "tiny-qwen3-moe", "--num-layers", "1", "--plan", path, "--no-verify")
+    code, line = fails("memopt-apply", name, "--num-layers", num_layers, "--plan", path, "--no-verify")
     assert code == 2
-    assert line.startswith("the plan was made for another model (tiny-llama): at 'model.layers.0.self_attn'")
+    assert line.startswith("plan for another model: it was made for tiny-llama, a LlamaForCausalLM of ")
+    assert f"; here is {name}, a " in line
+    made, here = re.findall(r"[\d,]{5,}", line)
+    assert made != here
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

@@ -1,12 +1,14 @@
 """When two runs count as equal, and when counters contradict a plan."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
-from memopt.cli.proof import judge
+from memopt.cli.proof import Proof, input_differences, judge
 from memopt.cli.training import Run
+from memopt.cli.verdict import verdict
 from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, training_faults
 from memopt.ir import account
 from tests.builders import MIB, Save, mib_save, plan_of
@@ -33,9 +35,20 @@ def test_a_missing_gradient_is_a_difference():
     assert not compare(run_of(w=[1.0]), run_of()).gradients_equal
 
 
-def test_nan_is_never_equal():
-    found = compare(run_of(math.nan, w=[1.0]), run_of(math.nan, w=[1.0]))
-    assert (found.losses_equal, found.max_loss) == (False, math.inf)
+def test_nan_is_equal_to_nan_at_the_same_place():
+    found = compare(run_of(math.nan, w=[1.0, math.nan]), run_of(math.nan, w=[1.0, math.nan]))
+    assert found == difference()
+
+
+@pytest.mark.parametrize("other", [[math.nan, 1.0], [1.0, 1.0], [math.inf, math.nan]])
+def test_nan_at_another_place_is_a_difference(other):
+    found = compare(run_of(w=[1.0, math.nan]), run_of(w=other))
+    assert (found.gradients_equal, found.max_gradient) == (False, math.inf)
+
+
+def test_beside_equal_nans_the_largest_difference_counts():
+    found = compare(run_of(w=[1.0, math.nan]), run_of(w=[1.5, math.nan]))
+    assert (found.gradients_equal, found.max_gradient) == (False, 0.5)
 
 
 @pytest.mark.parametrize(
@@ -76,16 +89,59 @@ def test_nothing_is_judged_without_a_run_to_compare_with():
     assert judge([], run_of(w=[1.0])) == (None, [])
 
 
+ONE, TWO = (plan_of(*(mib_save(f"model.layers.{n}.self_attn") for n in range(num))) for num in (1, 3))
+"""Plans that swap 1 MiB of one target and of two; the third is margin."""
+
+
 @pytest.mark.parametrize(
-    ("out", "back", "predicted", "num_faults"),
-    [(MIB, MIB, MIB, 0), (0, 0, MIB, 1), (MIB, 0, MIB, 1), (2 * MIB, MIB, MIB, 1), (2 * MIB, MIB, None, 0)],
+    ("plan", "out", "back", "predicted", "faults"),
+    [
+        (ONE, MIB, MIB, MIB, []),
+        (ONE, 0, 0, MIB, ["nothing was copied out"]),
+        (ONE, 0, 0, None, ["nothing was copied out"]),
+        (ONE, MIB, 0, MIB, []),
+        (ONE, 2 * MIB, MIB, MIB, ["the plan says 1.0 MiB"]),
+        (ONE, 2 * MIB, MIB, None, []),
+        (TWO, 2 * MIB, MIB, 2 * MIB, []),
+        (TWO, 2 * MIB, 0, 2 * MIB, ["2.0 MiB were copied out, and nothing came back"]),
+        (TWO, 0, 0, 2 * MIB, ["nothing was copied out"]),
+    ],
 )
-def test_the_counters_must_be_those_of_the_plan(out, back, predicted, num_faults):
-    totals = account(plan_of(mib_save("model.self_attn")))
+def test_the_counters_must_be_those_of_the_plan(plan, out, back, predicted, faults):
     copies = Copies(copied_out_bytes=out, copied_in_bytes=back, predicted_bytes=predicted)
-    assert len(copy_faults(totals, copies)) == num_faults
+    found = copy_faults(account(plan), copies)
+    assert len(found) == len(faults)
+    assert all(part in fault for part, fault in zip(faults, found, strict=True))
 
 
 def test_a_plan_that_swaps_nothing_need_not_copy():
     totals = account(plan_of(Save(owner="model.self_attn", shape=(2, 2))))
     assert copy_faults(totals, Copies(copied_out_bytes=0, copied_in_bytes=0, predicted_bytes=0)) == []
+
+
+def test_inputs_differ_by_name():
+    planned = ONE.graph.input
+    here = replace(planned, seq_length=512, target_device="cpu")
+    assert input_differences(planned, here) == ["seq_length: 1024, here 512", "target_device: cuda, here cpu"]
+
+
+EQUAL = {"verified": True, "losses_equal": True, "gradients_equal": True}
+
+
+def headline(*, steps=3, differences=(), contradictions=(), predicted=True, **values):
+    found = {**EQUAL, "verified": not (differences or contradictions), **values}
+    proof = Proof(values=found, differences=differences, contradictions=contradictions, predicted=predicted)
+    return verdict(proof, steps).plain
+
+
+def test_the_headline_says_which_kind_of_fault_it_is():
+    gives = "Verified: with the plan, 3 steps give the same losses and gradients as without it, "
+    assert headline() == f"{gives}bit for bit."
+    assert headline(predicted=False) == f"{gives}bit for bit (predicted bytes not compared)."
+    assert headline(gradients_equal=False) == f"{gives}within what the run without it differs from itself."
+    assert headline(steps=1).startswith("Verified: with the plan, 1 step gives the same")
+    assert headline(verified=None).startswith("Not verified: ")
+    assert headline(differences=("losses differ",), contradictions=("x",)).startswith("NOT EQUAL: ")
+    assert headline(contradictions=("nothing was copied out",)) == (
+        "NOT VERIFIED: nothing was copied out. Losses and gradients are the same, bit for bit."
+    )
