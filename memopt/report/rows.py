@@ -1,9 +1,13 @@
 """A target's saved tensors as rows: one row a storage, so that the bytes of the rows add up."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from memopt.ir import Action, TargetAccount, TensorLine
+
+SAME_STORAGE = "same storage"
+"""The reason of a save whose storage counts in another row of its target."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,15 +26,29 @@ class Row:
 
 def rows_of(target: TargetAccount) -> tuple[Row, ...]:
     """Return the rows of a target in the order of their first save."""
+    return tuple(_row(target.fqn, lines) for lines in _by_storage(target))
+
+
+def deciding_lines(target: TargetAccount) -> frozenset[int]:
+    """Return the saves (by their index) that stand for their storages: one a storage, so that their bytes add up."""
+    return frozenset(_deciding(lines).tensor.index for lines in _by_storage(target))
+
+
+def _by_storage(target: TargetAccount) -> Iterable[list[TensorLine]]:
     storages: dict[int, list[TensorLine]] = {}
     for line in target.lines:
         storages.setdefault(line.tensor.storage, []).append(line)
-    return tuple(_row(target.fqn, lines) for lines in storages.values())
+    return storages.values()
+
+
+def _deciding(lines: list[TensorLine]) -> TensorLine:
+    """Return the line that tells what a storage does; if any of its saves is covered, the storage is."""
+    return next((line for line in lines if line.covered), lines[0])
 
 
 def _row(fqn: str, lines: list[TensorLine]) -> Row:
-    """Return the row of one storage; if any of its saves is covered, the storage is."""
-    deciding = next((line for line in lines if line.covered), lines[0])
+    """Return the row of one storage."""
+    deciding = _deciding(lines)
     return Row(
         saves=tuple(dict.fromkeys((_inward(line.tensor.owner, fqn), op_text(line)) for line in lines)),
         shape=deciding.tensor.shape,

@@ -5,6 +5,7 @@ from typing import Any
 
 from memopt.ir import Plan, TargetAccount, TensorLine, account, saved_bytes
 from memopt.report.notes import notes_of
+from memopt.report.rows import SAME_STORAGE, deciding_lines
 
 SCHEMA_VERSION = 1
 
@@ -36,6 +37,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
 
 
 def _target(target: TargetAccount) -> dict[str, Any]:
+    deciding = deciding_lines(target)
     return {
         "fqn": target.fqn,
         "class": target.class_name,
@@ -45,11 +47,11 @@ def _target(target: TargetAccount) -> dict[str, Any]:
         "freed_bytes": target.freed_bytes,
         "num_covered": target.num_covered,
         "kept": dict(target.kept),
-        "tensors": [_tensor(line) for line in target.lines],
+        "tensors": [_tensor(line, counts=line.tensor.index in deciding) for line in target.lines],
     }
 
 
-def _tensor(line: TensorLine) -> dict[str, Any]:
+def _tensor(line: TensorLine, *, counts: bool) -> dict[str, Any]:
     return {
         "role": line.tensor.role,
         "op": line.tensor.op,
@@ -57,5 +59,5 @@ def _tensor(line: TensorLine) -> dict[str, Any]:
         "dtype": line.tensor.dtype,
         "storage_bytes": line.tensor.storage_bytes,
         "action": line.action.value,
-        "reason": line.reason,
+        "reason": line.reason if counts else SAME_STORAGE,
     }

@@ -9,7 +9,7 @@ from rich.text import Text
 
 from memopt.ir import Action
 from memopt.report.folding import Fold
-from memopt.report.rows import Row, shape_text
+from memopt.report.rows import SAME_STORAGE, Row, shape_text
 from memopt.units import MIB
 
 STYLES = {Action.SWAP: "green", Action.KEEP: "yellow"}
@@ -75,7 +75,7 @@ def _add_row(table: Table, row: Row) -> None:
     sizes = shape_text(row.shape), row.dtype, mib_text(row.storage_bytes)
     table.add_row(tensor, op, *sizes, _action(row.action), row.reason)
     for tensor, op in others:
-        table.add_row(tensor, op, "", "", "", "", "same storage", style="dim")
+        table.add_row(tensor, op, "", "", "", "", SAME_STORAGE, style="dim")
 
 
 def _kept(rows: Iterable[Row]) -> dict[str, list[int]]:

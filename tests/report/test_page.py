@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 
 import pytest
 
@@ -94,6 +95,25 @@ def test_the_printed_columns_add_up(num_layers):
     assert sum(float(row[-1].replace(",", "")) for row in rows) == pytest.approx(
         float(savers[total].split()[-1].replace(",", "")), abs=0.05
     )
+
+
+def test_rows_of_the_json_that_are_not_the_same_storage_add_up():
+    shared = "model.layers.0.self_attn"
+    early = [
+        mib_save(shared, 2, storage="one", requires_grad=False),  # decided by the next save of its storage
+        mib_save(shared, 2, storage="one"),
+        mib_save(shared, 3, storage="two", requires_grad=False),
+        mib_save(shared, 3, storage="two", requires_grad=False),
+    ]
+    for saves in (qwen_layers(3), early):
+        for target in plan_summary(plan_of(*saves, build=QWEN))["targets"]:
+            rows = [row for row in target["tensors"] if row["reason"] != "same storage"]
+            sums = Counter()
+            for row in rows:
+                sums[row["reason"]] += row["storage_bytes"]
+            covered = sums.pop("passes the policy", 0) + sums.pop("margin", 0)
+            assert (covered, sums) == (target["covered_bytes"], target["kept"])
+            assert len(rows) < len(target["tensors"])
 
 
 def test_the_json_adds_up():
