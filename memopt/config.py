@@ -36,17 +36,11 @@ class Config:
 
 def parse_config(mapping: Mapping[str, Any]) -> Config:
     """Return the config that a mapping describes; raises UnknownNameError and IllegalValueError."""
-    from pydantic import TypeAdapter, ValidationError
-
     keys = [field.name for field in fields(Config)]
     for key in mapping:
         if key not in keys:
             raise UnknownNameError("config key", str(key), keys)
-    options = {key: _unquoted(key, value) for key, value in mapping.items()}
-    try:
-        return TypeAdapter(Config).validate_python(options)
-    except ValidationError as error:
-        raise _request_error(error.errors()[0], options) from None
+    return Config(**{key: _unquoted(key, value) for key, value in mapping.items()})
 
 
 def load_config(path: str | Path) -> Config:
@@ -54,7 +48,9 @@ def load_config(path: str | Path) -> Config:
     import yaml
 
     try:
-        mapping = yaml.safe_load(Path(path).read_bytes())
+        text = Path(path).read_bytes()
+        _refuse_repeated_key(yaml.compose(text, Loader=yaml.SafeLoader), path)
+        mapping = yaml.safe_load(text)
     except OSError as error:
         raise UnreadableFileError("config", path, error.strerror or str(error)) from None
     except yaml.YAMLError as error:
@@ -100,13 +96,15 @@ def _unquoted(key: str, value: Any) -> Any:
     return Config.__dataclass_fields__[key].default if value is None else value
 
 
-def _request_error(fault: Mapping[str, Any], options: Mapping[str, Any]) -> RequestError:
-    """Return pydantic's finding as ours."""
-    cause = fault.get("ctx", {}).get("error")
-    if isinstance(cause, RequestError):
-        return cause
-    key = str(fault["loc"][0])
-    return IllegalValueError(key, options[key], _legal(get_type_hints(Config)[key]))
+def _refuse_repeated_key(node: Any, path: str | Path) -> None:
+    """Raise UnreadableFileError for a key that a YAML text gives twice: YAML would take the last in silence."""
+    pairs = node.value if getattr(node, "id", None) == "mapping" else ()
+    seen: set[str] = set()
+    for key, _ in pairs:
+        name = str(key.value)
+        if name in seen:
+            raise UnreadableFileError("config", path, f"line {key.start_mark.line + 1}: key {name!r} is given twice")
+        seen.add(name)
 
 
 def _takes(hint: Any, value: object) -> bool:

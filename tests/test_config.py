@@ -43,6 +43,8 @@ def test_attention_asks_for_swap_and_chain():
         ({"pp_size": 0}, "pp_size=0 is not legal; legal: a whole number from 1"),
         ({"pp_size": "two"}, "pp_size='two' is not legal; legal: a whole number"),
         ({"enable_compile": "perhaps"}, "enable_compile='perhaps' is not legal; legal: true, false"),
+        ({"enable_compile": "yes"}, "enable_compile='yes' is not legal; legal: true, false"),
+        ({"pp_size": "2"}, "pp_size='2' is not legal; legal: a whole number"),
         ({"backend": 3}, "backend=3 is not legal; legal: a name"),
     ],
 )
@@ -77,6 +79,11 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
 )
 def test_yaml_means_what_it_says(tmp_path, text, config):
     assert loaded(tmp_path, text) == config
+
+
+def test_a_key_given_twice_is_named(tmp_path):
+    with pytest.raises(UnreadableFileError, match=r"memopt.yaml' cannot be read: line 3: key 'pp_size' is given twice"):
+        loaded(tmp_path, "pp_size: 1\nactivation_swap: attention\npp_size: 2\n")
 
 
 def test_bad_yaml_names_the_file_and_the_line(tmp_path):
