@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from memopt.errors import UnwritableFileError
-from memopt.report import rendered, rendered_html, rendered_svg
+from memopt.report import WIDTH, rendered, rendered_html, rendered_svg
 
 SILENT_SECONDS = 1.0
 """Work that is done sooner shows no progress."""
@@ -20,17 +20,25 @@ SILENT_SECONDS = 1.0
 def show(
     renderable: RenderableType, values: Mapping[str, Any], *, format: str, output: Path | None, title: str = "memopt"
 ) -> None:
-    """Write a report in one format; colour and the terminal's own width only for text on a terminal."""
+    """Write a report in one format; colour and a wide terminal's own width only for text on a terminal."""
     if format == "text" and output is None and sys.stdout.isatty():
-        Console(highlight=False).print(renderable)
+        console = Console(highlight=False)
+        console.width = max(console.width, WIDTH)  # narrower, rich drops columns; the terminal wraps the lines
+        console.print(renderable)
         return
+    encoding = "utf-8" if output else sys.stdout.encoding or "utf-8"
     formats: dict[str, Callable[[], str]] = {
-        "text": lambda: rendered(renderable),
+        "text": lambda: rendered(renderable, encoding=encoding),
         "json": lambda: json.dumps(values, indent=2) + "\n",
-        "svg": lambda: rendered_svg(renderable, title=title),
-        "html": lambda: rendered_html(renderable),
+        "svg": lambda: _markup(rendered_svg(renderable, title=title), encoding),
+        "html": lambda: _markup(rendered_html(renderable), encoding),
     }
     write(formats[format](), output)
+
+
+def _markup(text: str, encoding: str) -> str:
+    """Return SVG or HTML with references for the characters that an encoding lacks."""
+    return text.encode(encoding, "xmlcharrefreplace").decode(encoding)
 
 
 def write(text: str, output: Path | None) -> None:

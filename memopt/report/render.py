@@ -8,11 +8,15 @@ from rich.console import Console, RenderableType
 WIDTH = 100
 
 
-def rendered(renderable: RenderableType, *, width: int = WIDTH) -> str:
-    """Return plain text without colour, whatever the terminal and its environment."""
-    file = io.StringIO()
+def rendered(renderable: RenderableType, *, width: int = WIDTH, encoding: str = "utf-8") -> str:
+    """Return plain text without colour, whatever the terminal and its environment.
+
+    Lines are drawn in ASCII where an encoding is not Unicode, and characters that it lacks are question marks.
+    """
+    file = io.TextIOWrapper(io.BytesIO(), encoding=encoding, errors="replace", newline="\n")
     Console(file=file, width=width, color_system=None, highlight=False, _environ={}).print(renderable)
-    return "\n".join(line.rstrip() for line in file.getvalue().splitlines()) + "\n"
+    file.seek(0)
+    return "\n".join(line.rstrip() for line in file.read().splitlines()) + "\n"
 
 
 def rendered_svg(renderable: RenderableType, *, title: str, width: int = WIDTH) -> str:

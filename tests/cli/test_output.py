@@ -1,8 +1,16 @@
 """Where output goes: reports to stdout, progress to a terminal's stderr and only when it takes long."""
 
 import io
+import os
+import re
+import subprocess
 import sys
 import time
+
+import pytest
+from rich.console import Group
+from rich.rule import Rule
+from rich.table import Table
 
 from memopt.cli import output
 
@@ -36,6 +44,45 @@ def test_short_work_shows_nothing(monkeypatch):
 
 def test_a_pipe_sees_no_progress(monkeypatch):
     assert progress_on(io.StringIO(), monkeypatch, seconds=0.1) == ""
+
+
+def wide_table():
+    table = Table()
+    for number in range(8):
+        table.add_column(f"column {number}", no_wrap=True)
+    return table
+
+
+def test_a_narrow_terminal_loses_no_column(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    for columns, width in (("60", 100), ("140", 140)):
+        monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setattr(sys, "stdout", Terminal())
+        output.show(Group(wide_table(), Rule()), {}, format="text", output=None)
+        shown = re.sub(r"\x1b\[[\d;]*m", "", sys.stdout.getvalue())
+        assert "column 7" in shown
+        assert max(map(len, shown.splitlines())) == width
+
+
+@pytest.mark.parametrize(
+    ("format", "part"), [("text", "+---"), ("json", '"\\u2500"'), ("svg", "&#9472;"), ("html", "&#9472;")]
+)
+def test_an_ascii_stdout_gets_ascii(monkeypatch, format, part):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    output.show(Group(wide_table(), Rule()), {"line": "\u2500"}, format=format, output=None)
+    sys.stdout.flush()
+    assert part in raw.getvalue().decode("ascii").replace(" ", "")
+
+
+def test_the_command_prints_to_an_ascii_stdout():
+    script = (
+        "import sys; from memopt.cli.analyze import main; sys.argv[1:] = ['tiny-llama', '--num-layers', '1']; main()"
+    )
+    environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environ, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert b"saved by" in done.stdout
 
 
 def test_a_terminal_gets_colour_and_a_pipe_does_not(monkeypatch):
