@@ -8,8 +8,9 @@ from cyclopts import Parameter
 from memopt.cli import options
 from memopt.cli.app import make_app
 from memopt.cli.output import progress, show, writing
-from memopt.cli.request import InputRequest, make_config, make_passes
+from memopt.cli.request import InputRequest, make_config, make_passes, who_said_none
 from memopt.cli.run import run
+from memopt.errors import RequestError
 
 if TYPE_CHECKING:
     from memopt.cli.models import Source
@@ -47,8 +48,10 @@ def analyze(
     debug: options.Debug = False,
 ) -> None:
     """Trace one training step of a model, without weights or GPU, and show what a plan does for its memory."""
+    if output and save_plan and output.resolve() == save_plan.resolve():
+        raise RequestError(f"--output and --save-plan both name {str(output)!r}; give each its own file")
     chosen = make_config(config, swap)
-    pipeline = make_passes(passes, chosen)
+    pipeline = make_passes(passes, chosen, said_none=who_said_none(config, swap))
     request = InputRequest(
         batch_size=batch_size,
         seq_length=seq_length,

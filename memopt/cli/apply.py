@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
 from memopt.cli import options
 from memopt.cli.app import make_app
@@ -38,7 +37,7 @@ def apply(
     plan: Annotated[Path | None, Parameter(help="A plan that memopt-analyze --save-plan wrote.")] = None,
     swap: options.Swap = None,
     passes: options.Passes = None,
-    steps: Annotated[int, Parameter(help="Training steps of each run.", validator=Number(gte=1))] = 3,
+    steps: Annotated[int, Parameter(help="Training steps of each run.", validator=options.COUNT)] = 3,
     batch_size: options.BatchSize = None,
     seq_length: options.SeqLength = None,
     dtype: options.Dtype = None,
@@ -48,7 +47,7 @@ def apply(
         Literal["auto", "cpu", "cuda"], Parameter(help="Where to train. auto takes an accelerator if there is one.")
     ] = "auto",
     num_layers: options.NumLayers = None,
-    seed: Annotated[int, Parameter(help="Of the weights, the batches and dropout.")] = 0,
+    seed: Annotated[int, Parameter(help="Of the weights, the batches and dropout.", validator=options.SEED)] = 0,
     verify: Annotated[
         bool, Parameter(negative="--no-verify", help="Train without the plan too, and compare every gradient.")
     ] = True,

@@ -1,6 +1,7 @@
 """What the MODEL argument means: a preset, a file, a directory, a cached hub id, or a factory."""
 
 import importlib
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,15 @@ from memopt.errors import IllegalValueError, RequestError, UnknownModelError, Un
 from memopt.presets import PRESETS, REAL, DefaultInput, preset_path
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+_JSON_TYPES = {
+    "int": "a whole number",
+    "float": "a number",
+    "str": "text",
+    "bool": "true or false",
+    "list": "a list",
+    "dict": "an object",
+    "NoneType": "null",
+}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -30,6 +40,8 @@ class Source:
 
 def find_model(text: str, *, num_layers: int | None = None) -> Source:
     """Return what a MODEL argument means; raises RequestError."""
+    if not text.strip():
+        raise UnknownModelError(text, PRESETS)
     if ":" in text and not Path(text).exists():
         if num_layers is not None:
             raise RequestError(f"--num-layers changes a config, and {text!r} builds its own model; leave it out")
@@ -67,15 +79,28 @@ def adapt_live(model: Any, *, dtype: str | None, attn_implementation: str | None
 @contextmanager
 def attention_of(name: str | None) -> Iterator[None]:
     """Turn transformers' refusal of an attention implementation into a RequestError."""
-    from transformers import AttentionInterface
-
-    legal = sorted({"eager", *AttentionInterface().valid_keys()})
-    if name is not None and name not in legal and "/" not in name:
-        raise IllegalValueError("attn_implementation", name, ", ".join(legal))
+    known = _known_attentions()
+    if name is not None and name not in known and "/" not in name:
+        raise IllegalValueError("attn_implementation", name, ", ".join(filter(_is_installed, known)))
     try:
         yield
     except ImportError as error:
         raise RequestError(f"attn_implementation={name!r} is not available here: {error}") from error
+
+
+def _known_attentions() -> list[str]:
+    """Return the attentions that transformers trains with: its ``paged|...`` need the cache of its own generation."""
+    from transformers import AttentionInterface
+
+    return sorted({"eager", *(name for name in AttentionInterface().valid_keys() if "|" not in name)})
+
+
+def _is_installed(attention: str) -> bool:
+    """Tell whether the package that an attention comes from is there: flash attention has one a version."""
+    from transformers import utils
+
+    version = attention.removeprefix("flash_attention_")
+    return version == attention or bool(getattr(utils, f"is_flash_attn_{version}_available", lambda: True)())
 
 
 def _from_preset(text: str) -> Source | None:
@@ -134,12 +159,44 @@ def _read_config(path: Path) -> Any:
     """Read a config.json as transformers does; raises UnreadableFileError."""
     if not path.is_file():
         raise UnreadableFileError("model config", path, "No such file")
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    facts = _read_json(path)
     try:
         return AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UnreadableFileError("model config", path, str(error).strip().split("\n")[0]) from error
+    except StrictDataclassError as error:
+        raise UnreadableFileError("model config", path, _strict_fault(str(error), facts)) from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        why = re.sub(r"module 'torch' has no attribute ('\w+')", r"dtype: torch has none called \1", str(error))
+        raise UnreadableFileError("model config", path, why.strip().split("\n")[0]) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object that a JSON file holds: transformers would trip over anything else."""
+    try:
+        facts = json.loads(path.read_bytes())
+    except OSError as error:
+        raise UnreadableFileError("model config", path, error.strerror or str(error)) from None
+    except ValueError as error:
+        raise UnreadableFileError("model config", path, f"it is not JSON: {error}") from None
+    if not isinstance(facts, dict):
+        raise UnreadableFileError("model config", path, "it is not a JSON object {...}")
+    return facts
+
+
+def _strict_fault(text: str, facts: dict[str, Any]) -> str:
+    """Return what transformers' check of the fields found, in words of JSON instead of Python classes."""
+    first, _, rest = text.partition("\n")
+    field = re.search(r"for field '(\w+)'", first)
+    if not field:
+        return rest.strip().partition(": ")[2].split("\n")[0] or first
+    name = field[1]
+    union = re.search(r"any type in \((.*?)\)\.", rest)
+    types = re.findall(r"\w+", re.sub(r"\[.*?\]", "", union[1])) if union else re.findall(r"expected (\w+), got", rest)
+    legal = " or ".join(_JSON_TYPES[type_] for type_ in types if type_ in _JSON_TYPES)
+    given = f", not {json.dumps(facts[name])}" if name in facts else ""
+    return f"{name} must be {legal or 'of another type'}{given}"
 
 
 def _own_input(config: Any) -> DefaultInput:

@@ -1,12 +1,28 @@
 """The flags that both commands share."""
 
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
-from cyclopts.validators import Number
 
-_COUNT = Number(gte=1)
+
+@dataclass(frozen=True)
+class Whole:
+    """Limit a flag to the whole numbers of a range."""
+
+    first: int
+    last: int
+
+    def __call__(self, type_: Any, value: int | None) -> None:
+        """Raise a ValueError that names the range; cyclopts puts the flag and its value before it."""
+        if value is not None and not self.first <= value <= self.last:
+            raise ValueError(f"Legal: {self.first}..{self.last}.")
+
+
+COUNT = Whole(1, 2**31 - 1)
+SEED = Whole(0, 2**63 - 1)
+"""What torch takes: a generator's seed is an int64."""
 
 Model = Annotated[
     str,
@@ -27,10 +43,10 @@ Passes = Annotated[
     Parameter(help="Passes to run instead of those of the configuration, e.g. attention-swap,prefetch-chain."),
 ]
 BatchSize = Annotated[
-    int | None, Parameter(help="Sequences a batch. Default: the model's preset, else 1.", validator=_COUNT)
+    int | None, Parameter(help="Sequences a batch. Default: the model's preset, else 1.", validator=COUNT)
 ]
 SeqLength = Annotated[
-    int | None, Parameter(help="Tokens a sequence. Default: the model's preset, else 1024.", validator=_COUNT)
+    int | None, Parameter(help="Tokens a sequence. Default: the model's preset, else 1024.", validator=COUNT)
 ]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
@@ -43,7 +59,7 @@ AttnImplementation = Annotated[
     str | None, Parameter(help="As transformers names it: sdpa, eager, flash_attention_2, ... Default: sdpa.")
 ]
 NumLayers = Annotated[
-    int | None, Parameter(help="Build this many layers instead of the config's number.", validator=_COUNT)
+    int | None, Parameter(help="Build this many layers instead of the config's number.", validator=COUNT)
 ]
 Output = Annotated[Path | None, Parameter(help="Write the report to this file instead of stdout.")]
 Debug = Annotated[bool, Parameter(negative="", help="Show tracebacks and the warnings of libraries.")]

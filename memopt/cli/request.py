@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Literal
 
 from memopt.config import Config, load_config, passes_for
-from memopt.errors import RequestError
+from memopt.errors import IllegalValueError, RequestError
 from memopt.ir import Plan, TraceInput, load_plan
-from memopt.passes import Pass, make_pass, parse_passes
+from memopt.passes import PASSES, Pass, PrefetchChain, make_pass, parse_passes
 from memopt.presets import DefaultInput
+
+_CHAIN = PrefetchChain.name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,13 +48,13 @@ class PlanRequest:
     ) -> "PlanRequest":
         """Read what the flags name; raises RequestError unless there is a plan, or a configuration or passes."""
         if plan is not None:
-            if config or swap or passes:
+            if config or swap or passes is not None:
                 raise RequestError("--plan holds all decisions; give it without --config, --swap and --passes")
             return cls(plan=load_plan(plan))
-        if not (config or swap or passes):
+        if not (config or swap) and passes is None:
             raise RequestError("what to apply? give one of --config FILE, --plan PLAN.json and --swap attention")
         chosen = make_config(config, swap)
-        return cls(config=chosen, passes=make_passes(passes, chosen))
+        return cls(config=chosen, passes=make_passes(passes, chosen, said_none=who_said_none(config, swap)))
 
 
 def make_config(path: Path | None, swap: Literal["none", "attention"] | None) -> Config:
@@ -61,7 +63,32 @@ def make_config(path: Path | None, swap: Literal["none", "attention"] | None) ->
     return replace(config, activation_swap=swap) if swap else config
 
 
-def make_passes(names: str | None, config: Config) -> tuple[Pass, ...]:
-    """Return the passes that the flag names, else those that the configuration asks for; raises RequestError."""
+def who_said_none(path: Path | None, swap: Literal["none", "attention"] | None) -> str | None:
+    """Return the flag by which a configuration that swaps nothing was asked for; None where no flag did."""
+    return f"--swap {swap}" if swap else f"--config {path}" if path else None
+
+
+def make_passes(names: str | None, config: Config, *, said_none: str | None) -> tuple[Pass, ...]:
+    """Return the passes that the flag names, else those that the configuration asks for; raises RequestError.
+
+    `said_none` is who said that nothing is to be swapped, None where that is only the default.
+    """
     asked = passes_for(config)
-    return tuple(map(make_pass, asked)) if names is None else parse_passes(names)
+    if names is None:
+        return tuple(map(make_pass, asked))
+    passes = parse_passes(names)
+    if not passes:
+        raise IllegalValueError("passes", names, ", ".join(PASSES))
+    _check_order([pass_.name for pass_ in passes])
+    if said_none and not asked and any(pass_.name != _CHAIN for pass_ in passes):
+        raise RequestError(f"--passes {names} contradicts {said_none}, which swaps nothing; leave out one of them")
+    return passes
+
+
+def _check_order(names: list[str]) -> None:
+    """Refuse a chain that is made before anything is decided."""
+    if _CHAIN in names and any(name != _CHAIN for name in names[names.index(_CHAIN) :]):
+        later = [name for name in names if name != _CHAIN]
+        raise RequestError(
+            f"--passes {','.join(names)}: {_CHAIN} chains what was decided before it; give {','.join([*later, _CHAIN])}"
+        )

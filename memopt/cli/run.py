@@ -1,11 +1,12 @@
 """Run a command: every error becomes one line on stderr and an exit code."""
 
+import io
 import os
 import sys
 import warnings
 from collections.abc import Sequence
 
-from cyclopts import App, CycloptsError
+from cyclopts import App, CycloptsError, UnusedCliTokensError
 
 from memopt.errors import MemoptError
 
@@ -18,13 +19,14 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
     debug = "--debug" in arguments
     if not debug:
         _silence_libraries()
+    _never_fail_to_encode()
     try:
         app(arguments, exit_on_error=False, print_error=False, result_action="return_value")
         sys.stdout.flush()
     except (CycloptsError, MemoptError) as error:
         if debug:
             raise
-        print(f"error: {_one_line(error)}", file=sys.stderr)
+        print(f"error: {_one_line(_sentence(error))}", file=sys.stderr)
         return error.exit_code if isinstance(error, MemoptError) else USAGE
     except KeyboardInterrupt:
         return INTERRUPTED
@@ -34,13 +36,19 @@ def run(app: App, arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"error: {type(error).__name__}: {_one_line(error)} (--debug shows where)", file=sys.stderr)
+        print(f"error: {type(error).__name__}: {_one_line(str(error))} (--debug shows where)", file=sys.stderr)
         return 1
     return 0
 
 
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())
+def _sentence(error: Exception) -> str:
+    if isinstance(error, UnusedCliTokensError) and error.unused_tokens:
+        return f"there is one MODEL; {error.unused_tokens[0]!r} is one too many, or a value whose flag is missing"
+    return str(error)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def _silence_libraries() -> None:
@@ -48,3 +56,9 @@ def _silence_libraries() -> None:
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+def _never_fail_to_encode() -> None:
+    """Let stdout print what its encoding lacks as question marks; reports avoid the need where they can."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")

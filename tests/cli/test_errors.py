@@ -1,6 +1,7 @@
 """Every wrong request: its exit code, and the one line on stderr."""
 
 import importlib.util
+import json
 import re
 
 import pytest
@@ -9,8 +10,10 @@ import torch
 from memopt.cli import analyze as analyze_command
 from memopt.cli.run import run
 from memopt.errors import RequestError
+from memopt.presets import preset_path
 
 BOTH = pytest.mark.parametrize("name", ["memopt-analyze", "memopt-apply"])
+SWAP = {"action": "swap", "by": "hand", "why": "why not", "policy": "attention"}
 TINY = ("tiny-llama", "--num-layers", "1", "--batch-size", "1", "--seq-length", "16")
 
 
@@ -46,9 +49,13 @@ def test_a_hub_id_that_is_not_in_the_cache(fails, name):
         (["--swap", "mlp"], ["--swap", "mlp", "none", "attention"]),
         (["--swap", "attention", "--dtype", "int8"], ["--dtype", "int8", "float32", "bfloat16", "float16"]),
         (["--swap", "attention", "--autocast", "int8"], ["--autocast", "int8", "none"]),
-        (["--swap", "attention", "--batch-size", "0"], ["--batch-size", "0", ">= 1"]),
+        (["--swap", "attention", "--batch-size", "0"], ['"0" for --batch-size', "Legal: 1..2147483647"]),
+        (["--swap", "attention", "--batch-size", str(2**31)], ["for --batch-size", "Legal: 1..2147483647"]),
+        (["--swap", "attention", "--seq-length", str(2**70)], ["for --seq-length", "Legal: 1..2147483647"]),
         (["--swap", "attention", "--seq-length", "many"], ["--seq-length", "many", "int"]),
-        (["--swap", "attention", "--num-layers", "-1"], ["--num-layers", ">= 1"]),
+        (["--swap", "attention", "--num-layers", "-1"], ["for --num-layers", "Legal: 1..2147483647"]),
+        (["--passes", ""], ["passes='' is not legal; legal: attention-swap, prefetch-chain"]),
+        (["--passes", " ,"], ["passes=' ,' is not legal; legal: attention-swap, prefetch-chain"]),
         (["--swap", "attention", "--format", "pdf"], ["--format", "pdf", "text", "json"]),
         (["--swap", "attention", "--sequence-length", "8"], ["--sequence-length"]),
         (["--passes", "attention-swp"], ["no pass is called 'attention-swp'", "did you mean 'attention-swap'"]),
@@ -61,12 +68,57 @@ def test_illegal_values_name_the_legal_ones(fails, name, arguments, parts):
         assert part in line
 
 
+@pytest.mark.parametrize(
+    ("flag", "value", "legal"),
+    [
+        ("--steps", 0, "1..2147483647"),
+        ("--steps", 2**31, "1..2147483647"),
+        ("--seed", -1, "0..9223372036854775807"),
+        ("--seed", 2**63, "0..9223372036854775807"),
+    ],
+)
+def test_the_numbers_of_a_training_run_have_a_range(fails, flag, value, legal):
+    code, line = fails("memopt-apply", "tiny-llama", "--swap", "attention", flag, value)
+    assert (code, line) == (2, f'Invalid value "{value}" for {flag}. Legal: {legal}.')
+
+
+@BOTH
+def test_an_empty_model_name(fails, name):
+    code, line = fails(name, "", "--swap", "attention")
+    assert (code, line.startswith("no model is called ''; legal: llama-3.1-8b, ")) == (2, True)
+
+
+@BOTH
+def test_a_second_model(fails, name):
+    code, line = fails(name, "tiny-llama", "tiny-qwen3-moe", "--swap", "attention")
+    assert (code, line.startswith("there is one MODEL; 'tiny-qwen3-moe' is one too many")) == (2, True)
+
+
+@BOTH
+def test_passes_may_not_contradict_the_configuration(fails, tmp_path, name):
+    (tmp_path / "memopt.yaml").write_text("pp_size: 2\n")
+    config = ("--config", tmp_path / "memopt.yaml")
+    for asked, who in ((("--swap", "none"), "--swap none"), (config, f"--config {config[1]}")):
+        code, line = fails(name, "tiny-llama", *asked, "--passes", "attention-swap")
+        assert code == 2
+        assert line == f"--passes attention-swap contradicts {who}, which swaps nothing; leave out one of them"
+
+
+@BOTH
+def test_a_chain_before_anything_is_decided_is_refused(fails, name):
+    code, line = fails(name, "tiny-llama", "--passes", "prefetch-chain,attention-swap")
+    assert code == 2
+    assert line.endswith("chains what was decided before it; give attention-swap,prefetch-chain")
+
+
 @BOTH
 @pytest.mark.parametrize(
     ("text", "part"),
     [
         ("activation_swp: attention", "no config key is called 'activation_swp'; did you mean 'activation_swap'"),
         ("activation_swap: mlp", "activation_swap='mlp' is not legal; legal: none, attention"),
+        ("pp_size: 1\npp_size: 1", "memopt.yaml' cannot be read: line 2: key 'pp_size' is given twice"),
+        ("enable_compile: 'yes'", "enable_compile='yes' is not legal; legal: true, false"),
         ("a: b: c", "memopt.yaml' cannot be read: line 1: "),
         ("activation_swap: attention\npp_size: 2", "activation_swap='attention' does not support pipeline parallelism"),
         ("activation_checkpoint: full", "activation_checkpoint='full' is not implemented"),
@@ -92,6 +144,27 @@ def test_a_model_config_that_is_none(fails, tmp_path, name, text):
     for path in (tmp_path, tmp_path / "config.json"):
         code, line = fails(name, path, "--swap", "attention")
         assert (code, "model config" in line, "cannot be read" in line) == (2, True, True)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"hidden_size": "abc"}, 'hidden_size must be a whole number, not "abc"'),
+        ({"vocab_size": None}, "vocab_size must be a whole number, not null"),
+        ({"architectures": [3]}, "architectures must be a list or null, not [3]"),
+        ({"rope_parameters": "x"}, 'rope_parameters must be an object or null, not "x"'),
+        ({"num_attention_heads": 7}, "The hidden size (256) is not a multiple of the number of attention heads (7)."),
+        ({"dtype": "int99"}, "dtype: torch has none called 'int99'"),
+        ([], "it is not a JSON object {...}"),
+    ],
+)
+def test_a_model_config_with_a_bad_field_names_it(fails, tmp_path, name, facts, why):
+    if isinstance(facts, dict):
+        facts = json.loads(preset_path("tiny-llama").read_text()) | facts
+    (tmp_path / "config.json").write_text(json.dumps(facts))
+    code, line = fails(name, tmp_path, "--swap", "attention")
+    assert (code, line) == (2, f"model config '{tmp_path}/config.json' cannot be read: {why}")
 
 
 @BOTH
@@ -121,7 +194,11 @@ def test_an_unknown_attention_names_the_legal_ones(fails, name):
     code, line = fails(name, *TINY, "--swap", "attention", "--attn-implementation", "sdpaa")
     assert code == 2
     assert line.startswith("attn_implementation='sdpaa' is not legal; legal: eager, ")
-    assert "sdpa" in line.partition("legal:")[2]
+    legal = line.partition("legal: ")[2].split(", ")
+    assert {"eager", "sdpa"} <= set(legal)
+    assert ("flash_attention_2" in legal) == bool(importlib.util.find_spec("flash_attn"))
+    assert not any(value.startswith("paged") for value in legal)
+    assert fails(name, *TINY, "--attn-implementation", "paged|sdpa", *["--swap", "attention"])[0] == 2
 
 
 @BOTH
@@ -159,6 +236,13 @@ def test_a_plan_that_cannot_be_written(fails, tmp_path):
     assert (code, "plan.json' cannot be written: No such file" in line) == (2, True)
 
 
+def test_report_and_plan_want_a_file_each(fails, tmp_path):
+    path = tmp_path / "x"
+    code, line = fails("memopt-analyze", *TINY, "--output", path, "--save-plan", tmp_path / "." / "x")
+    assert (code, line) == (2, f"--output and --save-plan both name '{path}'; give each its own file")
+    assert not path.exists()
+
+
 def test_apply_wants_something_to_apply(fails):
     code, line = fails("memopt-apply", "tiny-llama")
     assert (code, line) == (2, "what to apply? give one of --config FILE, --plan PLAN.json and --swap attention")
@@ -167,6 +251,21 @@ def test_apply_wants_something_to_apply(fails):
 def test_a_plan_excludes_other_decisions(fails, tmp_path):
     code, line = fails("memopt-apply", "tiny-llama", "--plan", tmp_path / "plan.json", "--swap", "attention")
     assert (code, line.startswith("--plan holds all decisions")) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "part"),
+    [
+        ("prefetch_chain", ["model"], "prefetch_chain: prefetch chain names 'model', on which nothing is decided"),
+        ("decisions", [["model", "rope", SWAP]], "decisions: decision on 'model:rope': no region is called 'rope'"),
+    ],
+)
+def test_a_plan_that_contradicts_itself(command, fails, tmp_path, key, value, part):
+    path = tmp_path / "plan.json"
+    assert command("memopt-analyze", *TINY, "--swap", "attention", "--save-plan", path)[0] == 0
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"prefetch_chain": [], key: value}))
+    code, line = fails("memopt-apply", *TINY, "--plan", path)
+    assert (code, line.startswith(f"plan '{path}' cannot be read: {part}")) == (2, True)
 
 
 @pytest.mark.parametrize("text", [None, "", "{}", '{"schema_version": 99}'])
