@@ -1,7 +1,7 @@
 """memopt-apply: put a plan into effect on a training run, and prove that nothing but memory changes."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
@@ -11,13 +11,7 @@ from memopt.cli.output import progress, show
 from memopt.cli.request import InputRequest, PlanRequest
 from memopt.cli.run import run
 from memopt.cli.verdict import proof_report
-from memopt.errors import PlanMismatchError, VerificationError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from memopt.cli.proof import Trial
-    from memopt.ir import ModelFacts
+from memopt.errors import VerificationError
 
 app = make_app(
     "memopt-apply",
@@ -69,6 +63,7 @@ def apply(
         attn_implementation=attn_implementation,
     )
     with progress(f"Loading {model}") as say:
+        from memopt.cli.preparing import prepare
         from memopt.cli.proof import prove
 
         trial = prepare(model, asked, request, device=device, steps=steps, num_layers=num_layers, seed=seed, say=say)
@@ -76,56 +71,6 @@ def apply(
     show(proof_report(proof, name=model, num_steps=steps), proof.values, format=format, output=output)
     if proof.faults:
         raise VerificationError(f"verification failed: {'; '.join(proof.faults)}")
-
-
-def prepare(
-    name: str,
-    asked: PlanRequest,
-    request: InputRequest,
-    *,
-    device: str,
-    steps: int,
-    num_layers: int | None,
-    seed: int,
-    say: "Callable[[str], None]",
-) -> "Trial":
-    """Build the model, its batches and its plan."""
-    import memopt
-    from memopt.cli.building import build_model, make_batches, pick_device
-    from memopt.cli.models import adapt_live, attention_of, find_model
-    from memopt.cli.proof import Trial
-
-    target = pick_device(device)
-    source = find_model(name, num_layers=num_layers)
-    given = request.over(source.default, asked.plan.graph.input if asked.plan else None)
-    say(f"Building {source.name}")
-    with attention_of(given.attn_implementation):
-        if source.live is not None:
-            adapt_live(source.live, dtype=request.dtype, attn_implementation=request.attn_implementation)
-        model = build_model(source, given, device=target, seed=seed)
-    batches = make_batches(model, given, num=steps, seed=seed)
-    say(f"Tracing {source.name}")
-    graph = memopt.analyze(model, batches[0], autocast=given.autocast or "none", name=source.name)
-    if asked.plan:
-        check_same_model(asked.plan.graph.model, graph.model)
-    return Trial(
-        model=model,
-        plan=asked.plan or memopt.plan(graph, asked.config, passes=asked.passes),
-        batches=batches,
-        input=graph.input,
-        seed=seed,
-        say=say,
-    )
-
-
-def check_same_model(planned: "ModelFacts", here: "ModelFacts") -> None:
-    """Raise a PlanMismatchError where a plan was made for a model of another class or size."""
-    for_, real = ((facts.class_name, facts.num_parameters) for facts in (planned, here))
-    if for_ != real:
-        raise PlanMismatchError(
-            f"plan for another model: it was made for {planned.name}, a {for_[0]} of {for_[1]:,} parameters; "
-            f"here is {here.name}, a {real[0]} of {real[1]:,}"
-        )
 
 
 def main() -> None:

@@ -1,7 +1,6 @@
 """What the MODEL argument means: a preset, a file, a directory, a cached hub id, or a factory."""
 
 import importlib
-import json
 import re
 import sys
 from collections.abc import Iterator
@@ -10,19 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from memopt.errors import IllegalValueError, RequestError, UnknownModelError, UnreadableFileError
+from memopt.cli.model_config import read_config
+from memopt.errors import IllegalValueError, RequestError, UnknownModelError
 from memopt.presets import PRESETS, REAL, DefaultInput, preset_path
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-_JSON_TYPES = {
-    "int": "a whole number",
-    "float": "a number",
-    "str": "text",
-    "bool": "true or false",
-    "list": "a list",
-    "dict": "an object",
-    "NoneType": "null",
-}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -106,7 +97,7 @@ def _is_installed(attention: str) -> bool:
 def _from_preset(text: str) -> Source | None:
     if text not in PRESETS:
         return None
-    return Source(name=text, config=_read_config(preset_path(text)), default=PRESETS[text])
+    return Source(name=text, config=read_config(preset_path(text)), default=PRESETS[text])
 
 
 def _from_path(text: str) -> Source | None:
@@ -116,7 +107,7 @@ def _from_path(text: str) -> Source | None:
         return _from_directory(path, path.resolve().name)
     if path.is_file() or path.suffix == ".json" or text.startswith((".", "/", "~")):
         name = path.resolve().parent.name if path.stem == "config" else path.stem
-        config = _read_config(path)
+        config = read_config(path)
         return Source(name=name, config=config, default=_own_input(config))
     return None
 
@@ -132,7 +123,7 @@ def _from_cache(text: str) -> Source | None:
 
 
 def _from_directory(path: Path, name: str) -> Source:
-    config = _read_config(path / "config.json")
+    config = read_config(path / "config.json")
     has_weights = any(found for pattern in _WEIGHTS for found in path.glob(pattern))
     weights = str(path) if has_weights else None
     return Source(name=name, config=config, weights=weights, default=_own_input(config))
@@ -153,50 +144,6 @@ def _from_factory(text: str) -> Source:
     if not isinstance(model, nn.Module):
         raise RequestError(f"model factory {text!r} returned {type(model).__name__}, not a torch.nn.Module")
     return Source(name=text, live=model, config=getattr(model, "config", None))
-
-
-def _read_config(path: Path) -> Any:
-    """Read a config.json as transformers does; raises UnreadableFileError."""
-    if not path.is_file():
-        raise UnreadableFileError("model config", path, "No such file")
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig
-
-    facts = _read_json(path)
-    try:
-        return AutoConfig.from_pretrained(str(path), local_files_only=True)
-    except StrictDataclassError as error:
-        raise UnreadableFileError("model config", path, _strict_fault(str(error), facts)) from error
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        why = re.sub(r"module 'torch' has no attribute ('\w+')", r"dtype: torch has none called \1", str(error))
-        raise UnreadableFileError("model config", path, why.strip().split("\n")[0]) from error
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object that a JSON file holds: transformers would trip over anything else."""
-    try:
-        facts = json.loads(path.read_bytes())
-    except OSError as error:
-        raise UnreadableFileError("model config", path, error.strerror or str(error)) from None
-    except ValueError as error:
-        raise UnreadableFileError("model config", path, f"it is not JSON: {error}") from None
-    if not isinstance(facts, dict):
-        raise UnreadableFileError("model config", path, "it is not a JSON object {...}")
-    return facts
-
-
-def _strict_fault(text: str, facts: dict[str, Any]) -> str:
-    """Return what transformers' check of the fields found, in words of JSON instead of Python classes."""
-    first, _, rest = text.partition("\n")
-    field = re.search(r"for field '(\w+)'", first)
-    if not field:
-        return rest.strip().partition(": ")[2].split("\n")[0] or first
-    name = field[1]
-    union = re.search(r"any type in \((.*?)\)\.", rest)
-    types = re.findall(r"\w+", re.sub(r"\[.*?\]", "", union[1])) if union else re.findall(r"expected (\w+), got", rest)
-    legal = " or ".join(_JSON_TYPES[type_] for type_ in types if type_ in _JSON_TYPES)
-    given = f", not {json.dumps(facts[name])}" if name in facts else ""
-    return f"{name} must be {legal or 'of another type'}{given}"
 
 
 def _own_input(config: Any) -> DefaultInput:

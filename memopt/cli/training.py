@@ -56,23 +56,33 @@ def train(
     losses, gradients, seconds = [], [], []
     for number, batch in enumerate(batches, 1):
         say(f"step {number} of {len(batches)}")
-        began = _now(device)
-        loss = _forward(model, batch, device, autocast)
-        loss.backward()
-        took = _now(device) - began
-        losses.append(loss.detach().cpu())
-        gradients.append({n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None})
-        began = _now(device)
-        optimizer.step()
-        optimizer.zero_grad()
-        seconds.append(took + _now(device) - began)
-        del loss
+        loss, step_gradients, took = _step(model, batch, optimizer, autocast)
+        losses.append(loss)
+        gradients.append(step_gradients)
+        seconds.append(took)
     return Run(
         losses=tuple(losses),
         gradients=tuple(gradients),
         step_seconds=median(seconds),
         peak_device_bytes=_peak(device),
     )
+
+
+def _step(
+    model: nn.Module, batch: Mapping[str, Any], optimizer: torch.optim.Optimizer, autocast: str
+) -> tuple[torch.Tensor, dict[str, torch.Tensor], float]:
+    """Train one step; returns its loss and gradients on the CPU, and the seconds without those of copying them."""
+    device = next(model.parameters()).device
+    began = _now(device)
+    loss = _forward(model, batch, device, autocast)
+    loss.backward()
+    took = _now(device) - began
+    gradients = {n: p.grad.cpu().clone() for n, p in model.named_parameters() if p.grad is not None}
+    began = _now(device)
+    optimizer.step()
+    optimizer.zero_grad()
+    took += _now(device) - began
+    return loss.detach().cpu(), gradients, took
 
 
 def _forward(model: nn.Module, batch: Mapping[str, Any], device: torch.device, autocast: str) -> torch.Tensor:

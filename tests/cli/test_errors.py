@@ -155,6 +155,8 @@ def test_a_model_config_that_is_none(fails, tmp_path, name, text):
         ({"architectures": [3]}, "architectures must be a list or null, not [3]"),
         ({"rope_parameters": "x"}, 'rope_parameters must be an object or null, not "x"'),
         ({"num_attention_heads": 7}, "The hidden size (256) is not a multiple of the number of attention heads (7)."),
+        ({"num_hidden_layers": -1}, "num_hidden_layers must be from 1, not -1"),
+        ({"vocab_size": 0}, "vocab_size must be from 1, not 0"),
         ({"dtype": "int99"}, "dtype: torch has none called 'int99'"),
         ([], "it is not a JSON object {...}"),
     ],
