@@ -47,9 +47,12 @@ class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.inner = torch.nn.Linear(512, 512)
-        self.self_attn = Attention(512, 512)
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleDict(dict(self_attn=Attention(512, 512))) for _ in range(2))
     def forward(self, x):
-        return self.self_attn(self.inner(x)).sum()
+        x = self.inner(x)
+        for layer in self.layers:
+            x = layer["self_attn"](x)
+        return x.sum()
 model, x = Model(), torch.randn(1024, 512)
 handle = memopt.apply(model, memopt.plan(memopt.analyze(model, (x,)), activation_swap="attention"))
 model(x).backward()

@@ -89,8 +89,8 @@ def test_nothing_is_judged_without_a_run_to_compare_with():
     assert judge([], run_of(w=[1.0])) == (None, [])
 
 
-ONE, TWO = (plan_of(*(mib_save(f"model.layers.{n}.self_attn") for n in range(num))) for num in (1, 3))
-"""Plans that swap 1 MiB of one target and of two; the third is margin."""
+ONE, TWO = (plan_of(*(mib_save(f"model.layers.{n}.self_attn") for n in range(num))) for num in (2, 3))
+"""Plans that swap 1 MiB of one target and of two; the last is margin."""
 
 
 @pytest.mark.parametrize(
