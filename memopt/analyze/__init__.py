@@ -6,9 +6,10 @@ from typing import Any
 
 from memopt.analyze.fx_view import to_fx
 from memopt.analyze.trace import analyze
+from memopt.analyze.twin import class_of_config
 from memopt.ir import ModuleGraph
 
-__all__ = ["analyze", "to_fx"]
+__all__ = ["analyze", "class_of_config", "to_fx"]
 
 
 class _CallablePackage(ModuleType):

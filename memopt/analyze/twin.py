@@ -78,11 +78,16 @@ def _unsharded(module: nn.Module, memo: dict[int, Any]) -> nn.Module:
 def twin_of_config(config: Any, mode: FakeTensorMode, *, dtype: torch.dtype, attn_implementation: str) -> nn.Module:
     """Return the model that a transformers config describes, on fake CPU tensors, in train mode."""
     with mode:
-        return _model_class(config)._from_config(config, dtype=dtype, attn_implementation=attn_implementation).train()
+        return (
+            class_of_config(config)._from_config(config, dtype=dtype, attn_implementation=attn_implementation).train()
+        )
 
 
-def _model_class(config: Any) -> Any:
-    """Return the class that the config names as its architecture, else the causal language model of its type."""
+def class_of_config(config: Any) -> Any:
+    """Return the class that a config names as its architecture, else the causal language model of its type.
+
+    Raises TraceError if there is neither.
+    """
     import transformers
 
     for name in getattr(config, "architectures", None) or ():

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.analyze import class_of_config
 from memopt.cli.models import Source
 from memopt.cli.request import InputRequest
 from memopt.errors import RequestError
@@ -29,7 +30,7 @@ def build_model(source: Source, given: InputRequest, *, device: torch.device, se
         live: nn.Module = source.live
         return live.to(device).train()
     options = {"dtype": getattr(torch, str(given.dtype)), "attn_implementation": given.attn_implementation}
-    model_class = _model_class(source.config)
+    model_class = class_of_config(source.config)
     if source.weights:
         model = model_class.from_pretrained(source.weights, config=source.config, **options).to(device)
     else:
@@ -55,16 +56,3 @@ def _vocabulary(model: Any) -> int:
     if hasattr(model, "get_input_embeddings"):
         return int(model.get_input_embeddings().weight.shape[0])
     raise RequestError(f"{type(model).__name__} has no get_input_embeddings(): its vocabulary is unknown")
-
-
-def _model_class(config: Any) -> Any:
-    """Return the class that a config names, else the causal language model of its type."""
-    import transformers
-
-    for name in getattr(config, "architectures", None) or ():
-        if (found := getattr(transformers, name, None)) is not None:
-            return found
-    try:
-        return transformers.AutoModelForCausalLM._model_mapping[type(config)]
-    except KeyError:
-        raise RequestError(f"{type(config).__name__} is no causal language model: it cannot be trained here") from None

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.analyze import analyze
 from memopt.cli.building import build_model, make_batches, pick_device
 from memopt.cli.models import Source, adapt_live, attention_of, find_model
 from memopt.cli.proof import Trial
@@ -33,7 +34,7 @@ def prepare(
     model = _build(source, request, given, device=target, seed=seed)
     batches = make_batches(model, given, num=steps, seed=seed)
     say(f"Tracing {source.name}")
-    graph = memopt.analyze(model, batches[0], autocast=given.autocast or "none", name=source.name)
+    graph = analyze(model, batches[0], autocast=given.autocast or "none", name=source.name)
     if asked.plan:
         check_same_model(asked.plan.graph.model, graph.model)
     plan = asked.plan or memopt.plan(graph, asked.config, passes=asked.passes)

@@ -13,40 +13,32 @@ class OutOfMemory(RuntimeError):
     pass
 
 
-def in_forward(model, error):
+def raising(error):
     def fail(*args):
         raise error
 
-    return model.blocks[2].mlp.register_forward_pre_hook(fail)
+    return fail
+
+
+def in_forward(model, error):
+    return model.blocks[2].mlp.register_forward_pre_hook(raising(error))
 
 
 def inside_the_region(model, error):
-    def fail(*args):
-        raise error
-
-    return model.blocks[1].self_attn.out.register_forward_pre_hook(fail)
+    return model.blocks[1].self_attn.out.register_forward_pre_hook(raising(error))
 
 
 def after_the_region(model, error):
-    def fail(*args):
-        raise error
-
-    return model.blocks[1].self_attn.register_forward_hook(fail)
+    return model.blocks[1].self_attn.register_forward_hook(raising(error))
 
 
 def in_backward(model, error):
-    def fail(*args):
-        raise error
-
-    return model.blocks[1].self_attn.qkv.register_full_backward_hook(fail)
+    return model.blocks[1].self_attn.qkv.register_full_backward_hook(raising(error))
 
 
 def in_a_tensor_hook(model, error):
-    def fail(grad):
-        raise error
-
     def watch(module, args, output):
-        output.register_hook(fail)
+        output.register_hook(raising(error))
 
     return model.blocks[1].mlp.register_forward_hook(watch)
 
