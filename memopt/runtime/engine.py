@@ -1,5 +1,6 @@
 """The swap engine of one device: it owns the streams, the host pool and the order of copies. Ownership is the slots'."""
 
+import os
 import threading
 import warnings
 import weakref
@@ -162,6 +163,7 @@ class Engine:
 
 _ENGINES: dict[torch.device, Engine] = {}
 _ENGINES_LOCK = threading.Lock()
+os.register_at_fork(after_in_child=_ENGINES.clear)  # a child has the engines, but not their threads
 
 
 def engine_of(device: torch.device) -> Engine:
