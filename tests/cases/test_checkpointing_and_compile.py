@@ -19,6 +19,7 @@ from tests.cases.rewriting import (
     trained,
     twin,
 )
+from tests.runtime.engines import total_stats
 
 
 def checkpointed_llama():
@@ -36,13 +37,17 @@ def count_runs(model):
 
 
 def assert_runs_at_most_twice(plain, model):
-    """Forward and one run in backward, no more; and right."""
+    """Forward and one run in backward, no more; and right. The swap takes no part until checkpointing ends."""
     runs = count_runs(model)
     for seed in range(2):
         runs.clear()
         assert_identical(trained(plain, loss_on(batch()), seed), trained(model, loss_on(batch()), seed))
         assert len(runs) == 3
         assert max(runs.values()) <= 2
+    assert total_stats(model).registered_tensors == 0
+    for one in (plain, model):
+        one.gradient_checkpointing_disable()
+    assert_identical(trained(plain, loss_on(batch()), 0), trained(model, loss_on(batch()), 0))
     assert_swapped(model)
 
 

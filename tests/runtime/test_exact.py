@@ -129,8 +129,10 @@ def test_200_steps_without_growth():
             live = sum(isinstance(thing, torch.Tensor) for thing in gc.get_objects())
             pool = engine_of(torch.device("cpu")).pool
             counts.append((live, pool.held_bytes, pool.in_use_bytes))
-    assert counts[0] == counts[1]
-    assert counts[1][2] == 0
+    (live, held, _), (later_live, later_held, in_use) = counts
+    assert later_live <= live  # fewer, where the collector finds what earlier tests have left
+    assert later_held == held
+    assert in_use == 0
     assert handle.stats().copied_out_tensors > 200
 
 
