@@ -14,7 +14,15 @@ from memopt.config import Config, parse_config, passes_for, validate_attention_s
 from memopt.errors import IllegalValueError, NoSelfAttentionError, RequestError, UnknownNameError
 from memopt.ir import ModuleGraph, Plan
 from memopt.passes import Pass, Pipeline, make_pass
-from memopt.runtime import PendingRewriting, Rewriting, apply_plan, check_rewritable, rewrite_on_first_forward, take_off
+from memopt.runtime import (
+    PendingRewriting,
+    Rewriting,
+    apply_plan,
+    check_is_module,
+    check_rewritable,
+    rewrite_on_first_forward,
+    take_off,
+)
 from memopt.runtime import undo as undo_rewriting
 
 __all__ = ["analyze", "apply", "plan", "undo"]
@@ -26,19 +34,21 @@ def plan(
     graph: ModuleGraph,
     config: AnyConfig | None = None,
     *,
-    passes: Iterable[Pass] | None = None,
+    passes: Iterable[Pass | str] | None = None,
     **options: Any,
 ) -> Plan:
     """Decide what the saved tensors of a traced model do, by a configuration or its keys as keyword arguments.
 
-    `passes` replaces the pipeline that the configuration stands for. Raises MemoptError.
+    `passes`, or their names, replace the pipeline that the configuration stands for. Raises MemoptError.
     """
     config = _config(config, options)
     if config.activation_swap == "attention":
         validate_attention_swap(config)
-    if passes is None:
-        passes = [make_pass(name) for name in passes_for(config)]
-    return Pipeline(passes).run(Plan(graph=graph))
+    if not isinstance(graph, ModuleGraph):
+        raise IllegalValueError("graph", type(graph).__name__, "a ModuleGraph, as memopt.analyze returns it")
+    passes = passes_for(config) if passes is None else passes
+    passes = [passes] if isinstance(passes, Pass | str) else passes
+    return Pipeline([make_pass(p) if isinstance(p, str) else p for p in passes]).run(Plan(graph=graph))
 
 
 def apply(
@@ -50,6 +60,7 @@ def apply(
     forward, with that forward's inputs and autocast. Names, keys, parameters and gradients stay. Raises MemoptError;
     the model is then as it was.
     """
+    check_is_module(model)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     if isinstance(plan_or_config, Plan):
         return apply_plan(model, plan_or_config)
@@ -90,7 +101,9 @@ def _config(config: AnyConfig | None, options: Mapping[str, Any]) -> Config:
     if isinstance(config, Config):
         raise RequestError("give a Config or its keys, not both")
     if not isinstance(config, Mapping | None):
-        raise IllegalValueError("config", config, "a memopt.Config or a mapping like {'activation_swap': 'attention'}")
+        raise IllegalValueError(
+            "config", type(config).__name__, "a memopt.Config or a mapping like {'activation_swap': 'attention'}"
+        )
     keys = {**(config or {}), **options}
     if unknown := sorted(keys.keys() - {field.name for field in fields(Config)}):
         raise UnknownNameError("config key", unknown[0], [field.name for field in fields(Config)])

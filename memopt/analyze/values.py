@@ -1,7 +1,7 @@
 """Know the values of what follows from the inputs alone: masks, positions, lengths. Models take branches on them.
 
-A fake tensor has no values. What is computed from integer and boolean inputs and constants is therefore computed a second
-time for real, as long as it is small; a question put to anything else is an error.
+A fake tensor has no values. What is computed from inputs and constants alone, without a weight, is therefore computed a
+second time for real, as long as it is small; a question put to anything else is an error.
 """
 
 from collections.abc import Callable, Iterable
@@ -50,7 +50,7 @@ class InputValues(TorchFunctionMode):
         if isinstance(tensor, FakeTensor):
             return tensor
         fake = self._mode.from_tensor(tensor)
-        if not tensor.requires_grad and not tensor.is_floating_point() and tensor.numel() <= MAX_ELEMENTS:
+        if not tensor.requires_grad and tensor.numel() <= MAX_ELEMENTS:
             setattr(fake, _VALUE, tensor.detach().cpu().clone())
         return fake
 

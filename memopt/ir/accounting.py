@@ -1,9 +1,9 @@
 """What a plan means in bytes; the report prints it, the runtime's counters are held against it."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
-from memopt.ir.graph import Kind, SavedTensor
+from memopt.ir.graph import Kind, ModuleGraph, SavedTensor
 from memopt.ir.plan import Action, Decision, Plan
 from memopt.ir.policy import POLICIES, Keep
 
@@ -36,7 +36,7 @@ class TargetAccount:
     num_covered: int
     """How many storages that is."""
     swap_bytes: int
-    """What will be copied: nothing where the margin keeps the target."""
+    """What will be copied, in each call each storage once: nothing where the margin keeps the target."""
     num_swapped: int
     freed_bytes: int
     """What of it leaves the device, because nothing else holds it."""
@@ -53,7 +53,7 @@ class PlanAccount:
     swap_bytes: int
     freed_bytes: int
     num_tensors: int
-    """How many storages are copied out, and back, in one step."""
+    """How many copies go out, and back, in one step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,10 +83,10 @@ def account(plan: Plan) -> PlanAccount:
     lines = {key.fqn: _lines(plan, key.fqn, decision) for key, decision in plan.decisions.items()}
     swapped = {line.tensor.index for target in lines.values() for line in target if line.action is Action.SWAP}
     pinned = plan.graph.held | {t.storage for t in plan.graph.saved if t.index not in swapped}
-    copied: set[int] = set()
+    gone = set(pinned)
     targets = []
     for key, decision in plan.decisions.items():
-        targets.append(_target(plan, key.fqn, decision, lines[key.fqn], pinned, copied))
+        targets.append(_target(plan, key.fqn, decision, lines[key.fqn], gone))
     return PlanAccount(
         targets=tuple(targets),
         covered_bytes=_bytes(line.tensor for t in lines.values() for line in t if line.covered),
@@ -121,20 +121,12 @@ def _lines(plan: Plan, fqn: str, decision: Decision) -> tuple[TensorLine, ...]:
     return tuple(lines)
 
 
-def _target(
-    plan: Plan, fqn: str, decision: Decision, lines: tuple[TensorLine, ...], pinned: frozenset[int], copied: set[int]
-) -> TargetAccount:
-    """Account for one target; `copied` are the storages that earlier targets copy, and grows by this one's."""
+def _target(plan: Plan, fqn: str, decision: Decision, lines: tuple[TensorLine, ...], gone: set[int]) -> TargetAccount:
+    """Account for one target; `gone` are the storages that cannot be freed (any more), and grows by this one's."""
     covered = {line.tensor.storage: line.tensor for line in lines if line.covered}
-    kept: dict[int, TensorLine] = {}
-    for line in lines:
-        if line.tensor.storage not in covered:
-            kept.setdefault(line.tensor.storage, line)
-    reasons: dict[str, int] = {}
-    for line in kept.values():
-        reasons[line.reason] = reasons.get(line.reason, 0) + line.tensor.storage_bytes
-    swapped = [t for storage, t in covered.items() if decision.action is Action.SWAP and storage not in copied]
-    copied |= {t.storage for t in swapped}
+    swapped = _copies(plan.graph, fqn, lines) if decision.action is Action.SWAP else ()
+    freed = {t.storage: t for t in swapped if t.storage not in gone}
+    gone.update(freed)
     return TargetAccount(
         fqn=fqn,
         class_name=plan.graph.by_fqn[fqn].class_name,
@@ -143,11 +135,36 @@ def _target(
         lines=lines,
         covered_bytes=_bytes(covered.values()),
         num_covered=len(covered),
-        swap_bytes=_bytes(swapped),
+        swap_bytes=sum(t.storage_bytes for t in swapped),
         num_swapped=len(swapped),
-        freed_bytes=_bytes(t for t in swapped if t.storage not in pinned),
-        kept=tuple(sorted(reasons.items())),
+        freed_bytes=_bytes(freed.values()),
+        kept=_kept(lines, covered.keys()),
     )
+
+
+def _copies(graph: ModuleGraph, fqn: str, lines: Iterable[TensorLine]) -> tuple[SavedTensor, ...]:
+    """Return what is copied out: in each call of the module, calls within itself left out, each storage once."""
+    passing = {line.tensor.index for line in lines if line.covered}
+    copies: list[SavedTensor] = []
+    end = 0
+    for call in graph.calls_of(fqn):
+        if call.first_save >= end:
+            saved = graph.saved[call.first_save : call.end_save]
+            copies += {t.storage: t for t in saved if t.index in passing}.values()
+            end = call.end_save
+    return tuple(copies)
+
+
+def _kept(lines: Iterable[TensorLine], covered: Collection[int]) -> tuple[tuple[str, int], ...]:
+    """Return (reason, bytes) of the storages that are not covered, each for the reason of its first save."""
+    kept: dict[int, TensorLine] = {}
+    for line in lines:
+        if line.tensor.storage not in covered:
+            kept.setdefault(line.tensor.storage, line)
+    reasons: dict[str, int] = {}
+    for line in kept.values():
+        reasons[line.reason] = reasons.get(line.reason, 0) + line.tensor.storage_bytes
+    return tuple(sorted(reasons.items()))
 
 
 def _bytes(tensors: Iterable[SavedTensor]) -> int:

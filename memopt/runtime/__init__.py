@@ -2,7 +2,7 @@
 
 from memopt.runtime.apply import Rewriting, apply_plan, finish_copies, undo
 from memopt.runtime.backends import Backend, CpuBackend
-from memopt.runtime.contract import check_rewritable, preserved
+from memopt.runtime.contract import check_is_module, check_rewritable, preserved
 from memopt.runtime.counters import Stats
 from memopt.runtime.lazy import PendingRewriting, rewrite_on_first_forward, take_off
 from memopt.runtime.policy import attention_swap_policy
@@ -17,6 +17,7 @@ __all__ = [
     "SwapManager",
     "apply_plan",
     "attention_swap_policy",
+    "check_is_module",
     "check_rewritable",
     "finish_copies",
     "preserved",

@@ -67,7 +67,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
 def undo(model: nn.Module) -> None:
     """Take every rewriting out of a model, or out of a copy of one; what was saved before still comes back right."""
     for module in model.modules():
-        if is_rewritten(module):
+        if is_rewritten(module) or region_of(module) is not None:
             restore_module(module)
 
 

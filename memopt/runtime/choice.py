@@ -4,8 +4,10 @@ from functools import cached_property
 
 import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
-from memopt.ir import Action, Kind
+from memopt.errors import IllegalValueError
+from memopt.ir import Action, CheckpointPolicy, Kind
 from memopt.runtime.policy import SWAPS, policy_of
 from memopt.runtime.region import Region
 from memopt.tensors import kind_of, storage_keys
@@ -27,7 +29,10 @@ class Choice:
         """Decide on one saved tensor."""
         if self._keeps_all or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self._device or tensor.is_conj() or tensor.is_neg() or self._policy(tensor) not in SWAPS:
+        if tensor.device != self._device or tensor.is_nested or tensor.is_conj() or tensor.is_neg():
+            return False
+        if (answer := self._policy(tensor)) not in SWAPS:
+            _check_answer(answer)
             return False
         return kind_of(tensor, *self._storages) is Kind.ACTIVATION
 
@@ -35,3 +40,8 @@ class Choice:
     def _storages(self) -> tuple[frozenset[int], frozenset[int]]:
         """The storages of the parameters and buffers, taken in each call anew: FSDP2 unshards only now."""
         return storage_keys(self._module.parameters()), storage_keys(self._module.buffers())
+
+
+def _check_answer(answer: object) -> None:
+    if not isinstance(answer, CheckpointPolicy | TorchPolicy):
+        raise IllegalValueError("policy_fn's answer", answer, "a memopt.CheckpointPolicy")

@@ -3,18 +3,41 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.utils.parametrize import is_parametrized
 
-from memopt.errors import GraphCompileError, IncompatibleError, RewriteError
+from memopt.errors import GraphCompileError, IllegalValueError, IncompatibleError, RewriteError
+
+
+def check_is_module(model: object) -> None:
+    """Raise IllegalValueError for anything but a module."""
+    if not isinstance(model, nn.Module):
+        raise IllegalValueError("model", type(model).__name__, "a torch.nn.Module")
 
 
 def check_rewritable(model: nn.Module) -> None:
     """Raise GraphCompileError for a compiled model, IncompatibleError for one with gradient checkpointing on."""
+    if isinstance(model, OptimizedModule | torch.jit.ScriptModule):
+        raise GraphCompileError(type(model).__name__)
     for fqn, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise GraphCompileError(fqn or type(model).__name__)
         if getattr(module, "gradient_checkpointing", False):
             raise IncompatibleError("activation_swap='attention' is incompatible with activation checkpointing")
+
+
+def check_target(module: nn.Module) -> None:
+    """Raise RewriteError for a module whose class torch itself is about to change, or has changed, under us."""
+    name = type(module).__name__
+    if isinstance(module, LazyModuleMixin) and module.has_uninitialized_params():
+        raise RewriteError(f"{name} has parameters without a shape; run it once on a batch before it is rewritten")
+    if is_parametrized(module):
+        raise RewriteError(f"{name} is parametrized itself; rewrite it first and parametrize it after that")
+    if isinstance(module, nn.ModuleList | nn.ModuleDict):
+        raise RewriteError(f"{name} has no forward; rewrite the modules that it holds")
 
 
 @contextmanager

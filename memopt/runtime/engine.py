@@ -8,14 +8,12 @@ from collections import deque
 from collections.abc import Iterable
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.runtime.backends import Backend, Event, backend_for
 from memopt.runtime.counters import Counters
 from memopt.runtime.host_memory import available_host_bytes
 from memopt.runtime.pool import HostPool
 from memopt.runtime.slot import Leftover, Slot, State
-from memopt.tensors import storage_key
 from memopt.units import format_bytes
 
 IN_FLIGHT_BYTES = 512 << 20
@@ -35,25 +33,11 @@ class Engine:
         self.pool = HostPool(backend.allocate_host, cap_bytes=cap_bytes, slab_bytes=backend.slab_bytes)
         self.leftovers: deque[Leftover] = deque()
         self._pending: deque[Leftover] = deque()
-        self._slots: dict[tuple[int, int], tuple[StorageWeakRef, weakref.ref[Slot]]] = {}
-        """By (storage, version); the weak reference keeps the storage's address from being given to another one."""
         self._leaving: deque[tuple[Event, int, list[weakref.ref[Slot]]]] = deque()
         self._leaving_bytes = 0
         self._in_flight_bytes = in_flight_bytes
         self._warned = False
         self._lock = threading.RLock()
-
-    def slot_for(self, tensor: torch.Tensor, counters: Counters) -> Slot:
-        """Return the slot of a tensor's storage at its present version; a second save shares the first one's."""
-        key = (storage_key(tensor), tensor._version)
-        with self._lock:
-            if (known := self._slots.get(key)) and (slot := known[1]()) is not None:
-                return slot
-            slot = Slot(self, key, tensor)
-            self._slots[key] = (StorageWeakRef(tensor.untyped_storage()), weakref.ref(slot))
-        counters.registered_tensors += 1
-        counters.registered_bytes += slot.num_bytes
-        return slot
 
     def copy_out(self, slots: Iterable[Slot], counters: Counters) -> None:
         """Start copying to the host what is only on the device; give back the memory of what has arrived."""
@@ -83,17 +67,18 @@ class Engine:
                 counters.copied_in_bytes += sum(slot.num_bytes for slot in coming)
 
     def tensor_of(self, slot: Slot, counters: Counters) -> torch.Tensor:
-        """Return a tensor on a slot's storage on the device, once the computation may read it."""
-        if slot.state is not State.RESIDENT:
-            with self._lock:
-                if slot.state is State.HOST:
-                    self.load([slot], counters)
-                if slot.state is State.LOADING:
-                    assert slot.event is not None and slot.device is not None
-                    self.backend.wait(slot.event)
-                    slot.state, slot.version = State.RESIDENT, slot.device._version
-        assert slot.device is not None
-        return slot.device
+        """Return a tensor on a slot's storage on the device, once the calling stream's computation may read it."""
+        with self._lock:
+            if slot.state is State.HOST:
+                self.load([slot], counters)
+            assert slot.device is not None
+            if slot.readers is not None and (here := self.backend.here()) not in slot.readers:
+                assert slot.event is not None
+                self.backend.wait(slot.event, slot.device)
+                slot.readers.add(here)
+            if slot.state is State.LOADING:
+                slot.state, slot.version = State.RESIDENT, slot.device._version
+            return slot.device
 
     def collect(self) -> None:
         """Give back to the pool what dead slots left, up to the first that a copy still uses."""
@@ -104,8 +89,6 @@ class Engine:
                 left = self._pending.popleft()
                 if left.host is not None:
                     self.pool.give(left.host)
-                if (known := self._slots.get(left.key)) and known[1]() is None:
-                    del self._slots[left.key]
 
     def finish(self) -> None:
         """Wait for every copy that is on its way out and collect."""
@@ -158,7 +141,7 @@ class Engine:
             after.append(slot.event)
         event = self.backend.copy_in(copies, after)
         for slot in slots:
-            slot.state, slot.event = State.LOADING, event
+            slot.state, slot.event, slot.readers = State.LOADING, event, set()
 
 
 _ENGINES: dict[torch.device, Engine] = {}

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from memopt.errors import GraphCompileError
 from memopt.runtime.choice import Choice
@@ -17,8 +18,14 @@ from memopt.runtime.module_state import link, state_of
 from memopt.runtime.region import Region, previous_of, region_of
 from memopt.runtime.roles import Lesson, signature
 
-_CHECKPOINT_MODULE = "torch.utils.checkpoint"
-_CHECKPOINT = ("_checkpoint_hook", "_recomputation_hook")
+_OWNERS = frozenset(
+    {
+        ("torch.utils.checkpoint", "_checkpoint_hook"),
+        ("torch.utils.checkpoint", "_recomputation_hook"),
+        ("torch.autograd.graph", "_swap_with_cloned"),
+    }
+)
+"""The (module, class) of the pack hooks to which a region leaves what it saves."""
 
 
 class _Inside(threading.local):
@@ -37,7 +44,7 @@ def run_region(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     if region is None:  # a forward that was read before memopt.undo
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        _refuse_compile(region.fqn)
+        refuse_compile(region.fqn)
     if _is_graph_traced():
         raise GraphCompileError(region.fqn)
     device = _device(module, args, kwargs) if _saves(module) else None
@@ -85,18 +92,20 @@ def _saves(module: nn.Module) -> bool:
         and not any(inside is module for inside in _inside.modules)
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
-        and not _is_checkpointed()
+        and forward_ad._current_level < 0
+        and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+        and not _has_owner()
     )
 
 
-def _is_checkpointed() -> bool:
-    """Tell whether torch's checkpoint, around this call, drops what is saved: swapping it would be for nothing."""
+def _has_owner() -> bool:
+    """Tell whether hooks of torch around this call see to what is saved.
+
+    Its checkpoint drops it, and swapping it would be for nothing; `allow_mutation_on_saved_tensors` needs it as it is.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    return (
-        hooks is not None
-        and hooks[0].__module__ == _CHECKPOINT_MODULE
-        and hooks[0].__qualname__.startswith(_CHECKPOINT)
-    )
+    name = (hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]) if hooks is not None else None
+    return name in _OWNERS
 
 
 def _is_graph_traced() -> bool:
@@ -117,6 +126,6 @@ def _device(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
 
 
 @torch.compiler.assume_constant_result
-def _refuse_compile(fqn: str) -> None:
+def refuse_compile(fqn: str) -> None:
     """Raise where a graph compiler sees it: a plain raise would be swallowed by a graph break."""
     raise GraphCompileError(fqn)

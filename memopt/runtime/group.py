@@ -12,13 +12,14 @@ from memopt.runtime.handles import Hooks, Kept, Swapped
 from memopt.runtime.region import Region
 from memopt.runtime.roles import Lesson, Table
 from memopt.runtime.slot import Slot
+from memopt.tensors import storage_key
 
 
 class Group:
     """The saves of one region in one forward call. Handles own it; groups hold each other weakly."""
 
     __slots__ = (
-        "__weakref__", "_choice", "_lesson", "_outer", "_position", "_reached", "_region", "_slots", "_table",
+        "__weakref__", "_choice", "_known", "_lesson", "_outer", "_position", "_reached", "_region", "_slots", "_table",
         "counters", "engine", "fits_table", "has_successor", "previous", "thread",
     )  # fmt: skip
 
@@ -45,6 +46,8 @@ class Group:
         self._position = 0
         self._reached = False
         self._slots: list[weakref.ref[Slot]] = []
+        self._known: dict[tuple[int, int], Slot] = {}
+        """By (storage, version), until the forward ends: as long as a slot is held its storage's address is taken."""
         self._outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     @property
@@ -54,10 +57,11 @@ class Group:
 
     def pack(self, tensor: torch.Tensor) -> Kept | Swapped:
         """Decide on one saved tensor: the hook that autograd calls in the region's forward."""
-        swaps = self._swaps(tensor)
-        handle = self._swapped(tensor) if swaps else Kept(self, tensor, self._outer)
+        handle = self._swapped(tensor) if self._swaps(tensor) else Kept(self, tensor, self._outer)
         if self._lesson:
-            self._lesson.note(tensor, swaps, handle)
+            self._lesson.note(tensor, handle)
+        else:
+            self._follow(tensor)
         return handle
 
     def close(self) -> None:
@@ -67,11 +71,12 @@ class Group:
         """
         self.fits_table = self.fits_table and self._position == len(self._table)
         self._choice = self._lesson = self._outer = None
+        self._known.clear()
         self.engine.copy_out(self.slots(), self.counters)
 
     def slots(self) -> list[Slot]:
-        """Return the slots that backward still needs, each once."""
-        return list(dict.fromkeys(slot for ref in self._slots if (slot := ref()) is not None))
+        """Return the slots that backward still needs."""
+        return [slot for slot in (ref() for ref in self._slots) if slot is not None]
 
     def reach(self) -> None:
         """Note that backward is here: bring the rest of this group back, and the one before it."""
@@ -88,16 +93,22 @@ class Group:
             before.engine.load(before.slots(), before.counters)
 
     def _swaps(self, tensor: torch.Tensor) -> bool:
-        """Look a save up by its position; where it is not what was learned, ask the policy from there on."""
-        position, self._position = self._position, self._position + 1
-        if self.fits_table:
-            if position < len(self._table) and (entry := self._table[position]).fits(tensor):
-                return entry.swaps
-            self.fits_table = False
         assert self._choice is not None
         return self._choice.swaps(tensor)
 
+    def _follow(self, tensor: torch.Tensor) -> None:
+        """Note whether a save is the one that was learned for its position."""
+        position, self._position = self._position, self._position + 1
+        if self.fits_table:
+            self.fits_table = position < len(self._table) and self._table[position].fits(tensor)
+
     def _swapped(self, tensor: torch.Tensor) -> Swapped:
-        slot = self.engine.slot_for(tensor, self.counters)
-        self._slots.append(weakref.ref(slot))
+        """Return a handle on the slot of a tensor's storage at its version; a second save shares the first one's."""
+        key = (storage_key(tensor), tensor._version)
+        slot = self._known.get(key)
+        if slot is None:
+            slot = self._known[key] = Slot(self.engine, tensor)
+            self._slots.append(weakref.ref(slot))
+            self.counters.registered_tensors += 1
+            self.counters.registered_bytes += slot.num_bytes
         return Swapped(self, tensor, slot)

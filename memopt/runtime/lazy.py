@@ -10,6 +10,7 @@ from torch import nn
 from memopt.ir import Plan
 from memopt.runtime.apply import Rewriting, undo
 from memopt.runtime.counters import Stats, summed
+from memopt.runtime.forward import refuse_compile
 
 Rewrite = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Rewriting]
 
@@ -23,10 +24,11 @@ class RewriteOnFirstForward:
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace, plan and apply with the arguments of this very forward."""
-        if not (module.training and torch.is_grad_enabled()):
-            return
-        take_off(module)
-        self.rewriting = self._rewrite(module, args, kwargs)
+        if torch.compiler.is_compiling():
+            refuse_compile(type(module).__name__)
+        if module.training and torch.is_grad_enabled():
+            self.rewriting = self._rewrite(module, args, kwargs)
+            take_off(module)
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,10 +9,7 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from memopt.ir import CheckpointPolicy, attention_keep_reason
 
-SWAPS = frozenset(
-    {CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_CPU_OFFLOAD}
-    | ({TorchPolicy.MUST_CPU_OFFLOAD} if hasattr(TorchPolicy, "MUST_CPU_OFFLOAD") else set())
-)
+SWAPS = (CheckpointPolicy.MUST_SWAP, CheckpointPolicy.MUST_CPU_OFFLOAD, TorchPolicy.MUST_CPU_OFFLOAD)
 """The answers of a policy that mean: swap."""
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from memopt.errors import GraphCompileError
+from memopt.runtime.contract import check_target
 from memopt.runtime.forward import run_region
 from memopt.runtime.module_state import forget_state
 from memopt.runtime.region import PREVIOUS, REGION, Region, region_of
@@ -107,7 +108,8 @@ def is_rewritten(module: nn.Module) -> bool:
 
 
 def rewrite_module(module: nn.Module, region: Region) -> None:
-    """Put our class in front of a module's class and say what its region does."""
+    """Put our class in front of a module's class and say what its region does; raises RewriteError."""
+    check_target(module)
     module.__class__ = rewritten_class(type(module))
     module.__dict__[REGION] = region
 

@@ -1,20 +1,24 @@
-"""Learn which save is which in a region's forward, once a signature; afterwards pack is a table look-up."""
+"""Learn which save is which in a region's forward, once a signature; afterwards its position tells."""
 
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from memopt.autograd import packed_saves, sequence_number
 
 MAX_TABLES = 32
 """How many signatures a module remembers; with more (every batch another length) the oldest is learned again."""
+MAX_DEPTH = 3
+MAX_LENGTH = 64
+"""How deep and how long an argument may be to be a part of the signature."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,20 +37,21 @@ class Entry:
 
     role: Role | None
     """None for a save whose graph was dropped within the forward."""
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    requires_grad: bool
-    swaps: bool
+    looks: "Looks"
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a tensor may be the save that was learned."""
-        return (
-            tensor.shape == self.shape
-            and tensor.dtype is self.dtype
-            and tensor.requires_grad is self.requires_grad
-            and tensor.stride() == self.stride
-        )
+        """Tell whether a tensor looks like the save that was learned."""
+        return looks_of(tensor) == self.looks
+
+
+Looks = tuple[Any, ...]
+
+
+def looks_of(tensor: torch.Tensor) -> Looks:
+    """Return class, dtype, need of grad and geometry of a tensor; sparse and nested ones have no strides."""
+    plain = tensor.layout is torch.strided and not tensor.is_nested
+    geometry = (tuple(tensor.shape), tensor.stride()) if plain else (tensor.layout,)
+    return type(tensor), tensor.dtype, tensor.requires_grad, geometry
 
 
 Table = tuple[Entry, ...]
@@ -68,11 +73,12 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
     )
 
 
-def _described(value: Any) -> Any:
+def _described(value: Any, depth: int = 0) -> Any:
     if isinstance(value, torch.Tensor):
-        return type(value), value.shape, value.dtype, value.requires_grad
+        return type(value), value.shape if not value.is_nested else None, value.dtype, value.requires_grad
     if isinstance(value, (tuple, list)):
-        return tuple(_described(one) for one in value)
+        short = depth < MAX_DEPTH and len(value) <= MAX_LENGTH
+        return tuple(_described(one, depth + 1) for one in value) if short else (type(value), len(value))
     return value if isinstance(value, (bool, int, float, str)) else type(value)
 
 
@@ -84,39 +90,40 @@ class Lesson:
         self._thread = threading.get_ident()  # another thread may run the same modules meanwhile
         self._calls = [("", 0)]
         self._num_calls = 0
+        self._over = False
         self._notes: list[tuple[tuple[str, int], Entry, weakref.ref[Any]]] = []
 
-    def note(self, tensor: torch.Tensor, swaps: bool, handle: Any) -> None:
+    def note(self, tensor: torch.Tensor, handle: Any) -> None:
         """Note one save, in order; by its handle it is found again, as long as autograd holds that."""
-        entry = Entry(None, tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.requires_grad, swaps)
-        self._notes.append((self._calls[-1], entry, weakref.ref(handle)))
+        self._notes.append((self._calls[-1], Entry(None, looks_of(tensor)), weakref.ref(handle)))
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:
         """Know which module inside the region is running."""
-        with ExitStack() as stack:
+        hooks: list[RemovableHandle] = []
+        try:
             for name, child in module.named_modules():
-                if child is not module:
-                    stack.enter_context(self._watching_child(name, child))
+                if child is not module and not isinstance(child, torch.jit.ScriptModule):
+                    self._watch(name, child, hooks)
             yield
+        finally:
+            self._over = True  # should an interrupt come between, a hook that is left removes itself when it is called
+            _remove(hooks)
 
-    @contextmanager
-    def _watching_child(self, name: str, child: nn.Module) -> Iterator[None]:
+    def _watch(self, name: str, child: nn.Module, hooks: list[RemovableHandle]) -> None:
         def begin(*_: Any) -> None:
-            if threading.get_ident() == self._thread:
+            if self._over:
+                _remove(hooks)
+            elif threading.get_ident() == self._thread:
                 self._num_calls += 1
                 self._calls.append((name, self._num_calls))
 
         def end(*_: Any) -> None:
-            if threading.get_ident() == self._thread:
+            if not self._over and threading.get_ident() == self._thread:
                 self._calls.pop()
 
-        hooks = child.register_forward_pre_hook(begin), child.register_forward_hook(end, always_call=True)
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks.append(child.register_forward_pre_hook(begin))
+        hooks.append(child.register_forward_hook(end, always_call=True))
 
     def table(self, output: Any) -> Table:
         """Return what was learned, given the forward's output."""
@@ -133,3 +140,8 @@ class Lesson:
             occurrences[call, node, field] += 1
             entries.append(replace(entry, role=role))
         return tuple(entries)
+
+
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()

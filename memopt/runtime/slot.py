@@ -31,7 +31,6 @@ class State(enum.Enum):
 class Leftover(NamedTuple):
     """What a dead slot leaves behind, to be given back once `event` is done."""
 
-    key: tuple[int, int]
     host: Block | None
     device: torch.Tensor | None
     event: Event | None
@@ -43,12 +42,11 @@ class Slot:
     Handles own it: when the last one dies, whether backward is done or the graph was dropped, so does the slot.
     """
 
-    __slots__ = ("__weakref__", "device", "engine", "event", "host", "key", "num_bytes", "state", "version")
+    __slots__ = ("__weakref__", "device", "engine", "event", "host", "num_bytes", "readers", "state", "version")
 
-    def __init__(self, engine: "Engine", key: tuple[int, int], tensor: torch.Tensor) -> None:
+    def __init__(self, engine: "Engine", tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         self.engine = engine
-        self.key = key
         self.version = tensor._version
         """What the version of `device` must be as long as nobody has written to it."""
         self.num_bytes = storage.nbytes()
@@ -57,6 +55,8 @@ class Slot:
         self.host: Block | None = None
         self.event: Event | None = None
         self.state = State.RESIDENT
+        self.readers: set[int] | None = None
+        """The streams that have waited for the copy-in; None as long as there was no copy-in."""
 
     def flat(self) -> torch.Tensor:
         """Return the whole storage on the device as flat bytes."""
@@ -66,4 +66,4 @@ class Slot:
     def __del__(self) -> None:
         # May run inside the garbage collector, under the engine's lock, in any thread: so only note what is left.
         in_flight = self.state in (State.OFFLOADING, State.STAYING, State.LOADING)
-        self.engine.leftovers.append(Leftover(self.key, self.host, self.device if in_flight else None, self.event))
+        self.engine.leftovers.append(Leftover(self.host, self.device if in_flight else None, self.event))

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.errors import RewriteError
+from memopt.errors import IllegalValueError, RewriteError
 from memopt.ir import Action
-from memopt.runtime.contract import check_rewritable, preserved
+from memopt.runtime.contract import check_is_module, check_rewritable, preserved
 from memopt.runtime.policy import attention_swap_policy
 from memopt.runtime.region import Region, region_of, set_previous
 from memopt.runtime.rewrite import rewrite_module
@@ -23,6 +23,9 @@ def swap_wrapper(
     whatever it says. Needs no inputs. The same wrapping again changes nothing; another one is a RewriteError.
     Source: RFC section 6.3.
     """
+    check_is_module(module)
+    if not callable(policy_fn):
+        raise IllegalValueError("policy_fn", policy_fn, "a function of a tensor that returns a memopt.CheckpointPolicy")
     region = Region(type(module).__name__, Action.SWAP, policy_fn, group_swap)
     if (present := region_of(module)) == region:
         return module
@@ -42,7 +45,10 @@ class SwapManager:
 
         Source: RFC section 6.4.
         """
+        if current is following:
+            raise RewriteError(f"{type(current).__name__} cannot follow itself in the prefetch chain")
         for module in (current, following):
+            check_is_module(module)
             if region_of(module) is None:
                 raise RewriteError(f"{type(module).__name__} is not wrapped; call swap_wrapper(module) first")
         set_previous(following, current)

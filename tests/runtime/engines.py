@@ -51,6 +51,6 @@ def assert_empty(engine):
     while engine._pending:  # a copy of a dropped slot may still run
         engine.collect()
     assert engine.pool.in_use_bytes == 0
-    assert not engine._slots
+    assert not engine.leftovers
     assert not engine._leaving
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None

@@ -33,7 +33,12 @@ def test_a_forked_child_trains_with_engines_of_its_own():
 
 
 def test_the_interpreter_ends_quietly_with_copies_under_way():
-    assert run("losses = [model(inputs) for _ in range(4)]") == (0, "")
+    """A thread that copies while torch is taken apart would abort the process."""
+    script = """
+        wide = memopt.swap_wrapper(torch.nn.Sequential(torch.nn.Linear(512, 512), torch.nn.GELU()))
+        losses = [model(inputs) for _ in range(4)] + [wide(torch.randn(20_000, 512)).sum() for _ in range(2)]
+    """
+    assert run(script) == (0, "")
 
 
 def test_it_ends_quietly_in_the_middle_of_an_error():

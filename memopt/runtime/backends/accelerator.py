@@ -43,10 +43,18 @@ class AcceleratorBackend:
         """Copy host to device on the copy-in stream, after the current stream, in which the targets were allocated."""
         return self._copy(self._in, copies, after)
 
-    def wait(self, event: Event) -> None:
+    def here(self) -> int:
+        """Return the current stream's number."""
+        return torch.accelerator.current_stream(self._index).stream_id
+
+    def wait(self, event: Event, target: torch.Tensor) -> None:
         """Make the current stream wait."""
         assert isinstance(event, StreamEvent)
-        torch.accelerator.current_stream(self._index).wait_event(event.native)
+        current = torch.accelerator.current_stream(self._index)
+        current.wait_event(event.native)
+        if current.stream_id != event.origin.stream_id:
+            # Its memory belongs to the stream that prefetched it, whose allocator must not hand it out too early.
+            target.record_stream(current)
 
     def release_after(self, event: Event) -> None:
         """Make the stream that the copied tensors belong to wait: its allocator may then hand their memory out."""

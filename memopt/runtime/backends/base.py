@@ -32,8 +32,11 @@ class Backend(Protocol):
     def copy_in(self, copies: Copies, after: Sequence[Event]) -> Event:
         """Copy host to device once `after` and the computation issued so far are done."""
 
-    def wait(self, event: Event) -> None:
-        """Make the computation issued from now on wait for a copy."""
+    def here(self) -> int:
+        """Return which stream the caller computes on."""
+
+    def wait(self, event: Event, target: torch.Tensor) -> None:
+        """Make what the caller computes from now on wait for the copy into a tensor."""
 
     def release_after(self, event: Event) -> None:
         """Make memory that a copy-out read from safe to be used again by the computation that made it."""

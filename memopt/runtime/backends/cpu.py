@@ -3,6 +3,7 @@
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -11,6 +12,8 @@ from memopt.runtime.backends.base import Copies, Event
 
 POISON = 0xFF
 """The byte that fills memory before a copy ends: as floats it is NaN."""
+
+STOP_TIMEOUT_S = 10.0
 
 
 class ThreadEvent:
@@ -49,9 +52,6 @@ class ThreadEvent:
             self._flag.set()
 
 
-Jobs = queue.SimpleQueue[ThreadEvent]
-
-
 class CpuBackend:
     """Copy in two worker threads, one each way.
 
@@ -63,10 +63,10 @@ class CpuBackend:
     device = torch.device("cpu")
 
     def __init__(self, *, delay_s: Callable[[], float] | None = None, poison: bool = False) -> None:
-        self._delay_s = delay_s
         self._poison = poison
-        self._out: Jobs | None = None
-        self._in: Jobs | None = None
+        self._workers = tuple(Worker(name, delay_s) for name in ("memopt copy-out", "memopt copy-in"))
+        # Also at exit: a thread that still copies while the interpreter goes takes the process down.
+        weakref.finalize(self, _stop, self._workers)
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Return ordinary memory."""
@@ -74,36 +74,62 @@ class CpuBackend:
 
     def copy_out(self, copies: Copies) -> ThreadEvent:
         """Queue a batch for the copy-out worker."""
-        self._out = self._out or self._start("memopt copy-out")
-        return self._submit(self._out, copies, ())
+        return self._submit(self._workers[0], copies, ())
 
     def copy_in(self, copies: Copies, after: Sequence[Event]) -> ThreadEvent:
         """Queue a batch for the copy-in worker."""
-        self._in = self._in or self._start("memopt copy-in")
-        return self._submit(self._in, copies, after)
+        return self._submit(self._workers[1], copies, after)
 
-    def wait(self, event: Event) -> None:
+    def here(self) -> int:
+        """Return 0: whoever waits blocks, and then the copy has ended for all."""
+        return 0
+
+    def wait(self, event: Event, target: torch.Tensor) -> None:
+        """Block the calling thread until the copy has ended."""
+        self.release_after(event)
+
+    def release_after(self, event: Event) -> None:
         """Block the calling thread until the copy has ended."""
         assert isinstance(event, ThreadEvent)
         event.wait()
 
-    def release_after(self, event: Event) -> None:
-        """Block the calling thread until the copy has ended."""
-        self.wait(event)
-
-    def _submit(self, jobs: Jobs, copies: Copies, after: Sequence[Event]) -> ThreadEvent:
+    def _submit(self, worker: "Worker", copies: Copies, after: Sequence[Event]) -> ThreadEvent:
         if self._poison:
             for _, target in copies:
                 target.fill_(POISON)
         event = ThreadEvent(tuple(copies), tuple(after))
-        jobs.put(event)
+        worker.put(event)
         return event
 
-    def _start(self, name: str) -> Jobs:
-        jobs: Jobs = queue.SimpleQueue()
-        threading.Thread(target=self._work, args=(jobs,), name=name, daemon=True).start()
-        return jobs
 
-    def _work(self, jobs: Jobs) -> None:
-        while True:
-            jobs.get().run(self._delay_s() if self._delay_s is not None else 0)
+class Worker:
+    """A thread that copies batch after batch, begun with the first."""
+
+    def __init__(self, name: str, delay_s: Callable[[], float] | None) -> None:
+        self._name = name
+        self._delay_s = delay_s
+        self._jobs: queue.SimpleQueue[ThreadEvent | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def put(self, event: ThreadEvent) -> None:
+        """Queue a batch."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name=self._name, daemon=True)
+            self._thread.start()
+        self._jobs.put(event)
+
+    def stop(self) -> None:
+        """Finish what is queued, then end."""
+        self._jobs.put(None)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout=STOP_TIMEOUT_S)
+
+    def _work(self) -> None:
+        while (event := self._jobs.get()) is not None:
+            event.run(self._delay_s() if self._delay_s is not None else 0)
+            del event
+
+
+def _stop(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.stop()
