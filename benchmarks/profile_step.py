@@ -74,7 +74,7 @@ def main():
     timers = Timers()
     for owner, name in (
         (group_module.Group, "pack"), (group_module.Group, "close"), (group_module.Group, "reach"),
-        (engine_module.Engine, "slot_for"), (engine_module.Engine, "copy_out"), (engine_module.Engine, "load"),
+        (group_module.Group, "_swapped"), (engine_module.Engine, "copy_out"), (engine_module.Engine, "load"),
         (engine_module.Engine, "tensor_of"), (engine_module.Engine, "collect"),
         (handles_module.Swapped, "unpack"), (forward_module, "_saves"), (forward_module, "signature"),
         (forward_module, "link"),
