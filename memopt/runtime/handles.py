@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from memopt.errors import SavedTensorModifiedError
-from memopt.runtime.slot import Slot
+from memopt.runtime.slot import Slot, State
 
 if TYPE_CHECKING:
     from memopt.runtime.group import Group
@@ -60,6 +60,8 @@ class Swapped:
         """Return the tensor, exact in class, dtype, size and stride; raise as `Kept.unpack`."""
         self._group.reach()
         _check_version(self._group, self._witness, self._version, self._shape)
+        if self._slot.state is State.STALE:  # written to through another tensor on the storage, with its own version
+            raise SavedTensorModifiedError(self._group.fqn, tuple(self._shape), self._version, self._version + 1)
         whole = self._slot.engine.tensor_of(self._slot, self._group.counters)
         # A backward may write to what it unpacked. A view shares its version, so whoever unpacks it next is told.
         _check_version(self._group, whole, self._slot.version, self._shape)

@@ -102,6 +102,21 @@ def test_a_write_that_no_version_shows_is_not_shared_between_forwards():
     assert torch.equal(*results)
 
 
+def test_a_write_through_another_tensor_on_the_storage_is_loud():
+    """Autograd would give wrong values here: the second tensor has a version of its own, which nobody bumps."""
+
+    class Aliasing(Times):
+        def forward(self, x):
+            h = x * 2
+            out = h * self.w + h.data * self.w
+            h.add_(1)
+            return out
+
+    module = swap_wrapper(Aliasing(), everything)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        module(torch.ones(4, 4)).sum().backward()
+
+
 def test_every_stream_waits_for_itself(engine):
     class Streams(type(engine.backend)):
         stream, waited = 0, ()
