@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from memopt.analyze import analyze
 from memopt.config import Config, parse_config, passes_for, validate_attention_swap
-from memopt.errors import IllegalValueError, NoSelfAttentionError, RequestError, UnknownNameError
+from memopt.errors import IllegalValueError, NoSelfAttentionError, RequestError
 from memopt.ir import ModuleGraph, Plan
 from memopt.passes import Pass, Pipeline, make_pass
 from memopt.runtime import (
@@ -42,8 +41,7 @@ def plan(
     `passes`, or their names, replace the pipeline that the configuration stands for. Raises MemoptError.
     """
     config = _config(config, options)
-    if config.activation_swap == "attention":
-        validate_attention_swap(config)
+    validate_attention_swap(config)
     if not isinstance(graph, ModuleGraph):
         raise IllegalValueError("graph", type(graph).__name__, "a ModuleGraph, as memopt.analyze returns it")
     passes = passes_for(config) if passes is None else passes
@@ -104,7 +102,4 @@ def _config(config: AnyConfig | None, options: Mapping[str, Any]) -> Config:
         raise IllegalValueError(
             "config", type(config).__name__, "a memopt.Config or a mapping like {'activation_swap': 'attention'}"
         )
-    keys = {**(config or {}), **options}
-    if unknown := sorted(keys.keys() - {field.name for field in fields(Config)}):
-        raise UnknownNameError("config key", unknown[0], [field.name for field in fields(Config)])
-    return parse_config(config) if config and not options else Config(**keys)
+    return parse_config({**(config or {}), **options})

@@ -35,7 +35,6 @@ class Keep(enum.StrEnum):
     PARTIAL = "view of part of a storage"
     SMALL = "under 1 MiB"
     MARGIN = "margin"
-    UNDECIDED = "outside the plan"
 
 
 def attention_keep_reason(*, requires_grad: bool, num_dims: int, tensor_bytes: int, storage_bytes: int) -> Keep | None:

@@ -104,8 +104,10 @@ def _has_owner() -> bool:
     Its checkpoint drops it, and swapping it would be for nothing; `allow_mutation_on_saved_tensors` needs it as it is.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    name = (hooks[0].__module__, hooks[0].__qualname__.partition(".")[0]) if hooks is not None else None
-    return name in _OWNERS
+    if hooks is None:
+        return False
+    pack = hooks[0]  # any callable: a partial has neither name
+    return (getattr(pack, "__module__", ""), getattr(pack, "__qualname__", "").partition(".")[0]) in _OWNERS
 
 
 def _is_graph_traced() -> bool:

@@ -1,5 +1,6 @@
 """Several graphs at once, in any order, twice, and twice differentiated."""
 
+import functools
 import itertools
 import threading
 
@@ -161,6 +162,15 @@ def test_hooks_of_the_user_inside_and_outside(pair):
         counts[name] = len(packed)
     assert_equal_gradients(*map(gradients, pair))
     assert 0 < counts["rewritten"] < counts["plain"], "the hooks outside see what memopt does not take"
+
+
+def test_hooks_around_a_region_may_be_any_callable(pair):
+    hooks = functools.partial(torch.Tensor.detach), functools.partial(torch.Tensor.clone)
+    for model in pair:
+        with torch.autograd.graph.saved_tensors_hooks(*hooks):
+            loss = model(models.hidden())
+        loss.backward()
+    assert_equal_gradients(*map(gradients, pair))
 
 
 def test_hooks_of_the_user_inside_a_region_win():
