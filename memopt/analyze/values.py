@@ -75,7 +75,7 @@ class InputValues(TorchFunctionMode):
 
     def _values(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         operands = _tensors((args, kwargs))
-        if not all(hasattr(t, _VALUE) for t in operands) or func.__name__ in _RANDOM_OR_UNSET:
+        if not all(hasattr(t, _VALUE) for t in operands) or _name(func) in _RANDOM_OR_UNSET:
             if operands and _writes(func):
                 _forget(operands[0])
             return None
@@ -92,14 +92,18 @@ class InputValues(TorchFunctionMode):
 
 def _typical(func: Callable[..., Any], out: Any, values: Any) -> Any:
     """Return the values that were computed, or what a function of data or chance gives in an ordinary run."""
-    if values is None and func.__name__ in _TYPICAL and isinstance(out, torch.Tensor):
+    if values is None and _name(func) in _TYPICAL and isinstance(out, torch.Tensor):
         with unset_fake_temporarily():
-            return torch.tensor(_TYPICAL[func.__name__], dtype=out.dtype).expand(out.shape)
+            return torch.tensor(_TYPICAL[_name(func)], dtype=out.dtype).expand(out.shape)
     return values
 
 
+def _name(func: Callable[..., Any]) -> str:
+    return getattr(func, "__name__", "")
+
+
 def _writes(func: Callable[..., Any]) -> bool:
-    name = func.__name__
+    name = _name(func)
     return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
 
 
