@@ -1,5 +1,6 @@
 """Put what was observed of a model into a ModuleGraph."""
 
+import inspect
 from collections import Counter
 from typing import Any
 
@@ -7,7 +8,7 @@ import torch
 from torch import nn
 
 from memopt.analyze.observe import Observation, Save
-from memopt.ir import ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
+from memopt.ir import KvSharing, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
 from memopt.tensors import storage_key
 
 
@@ -47,6 +48,8 @@ def _model_facts(model: nn.Module, name: str) -> ModelFacts:
         num_parameters=sum(p.numel() for p in parameters),
         parameter_bytes=sum(p.nbytes for p in parameters),
         transformers_version=transformers.__version__,
+        native_checkpointing=any(_checkpoints_natively(m) for m in model.modules()),
+        kv_sharing=_kv_sharing(model),
     )
 
 
@@ -63,9 +66,29 @@ def _node(module: nn.Module, fqns: tuple[str, ...]) -> ModuleNode:
         fqn=fqns[0],
         fqns=fqns,
         class_name=type(module).__name__,
+        bases=tuple(
+            cls.__name__ for cls in type(module).__mro__[1:] if issubclass(cls, nn.Module) and cls is not nn.Module
+        ),
         num_parameters=sum(p.numel() for p in own),
+        num_trainable=sum(p.numel() for p in own if p.requires_grad),
         parameter_bytes=sum(p.nbytes for p in own),
     )
+
+
+def _checkpoints_natively(module: nn.Module) -> bool:
+    return bool(getattr(module, "supports_gradient_checkpointing", False)) and hasattr(
+        module, "gradient_checkpointing_enable"
+    )
+
+
+def _kv_sharing(model: nn.Module) -> KvSharing:
+    """Tell how layers share keys and values: newer models hand a dict to their layers, older ones need the cache."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if not getattr(text, "num_kv_shared_layers", 0):
+        return KvSharing.NONE
+    takes_dict = any("shared_kv_states" in inspect.signature(m.forward).parameters for m in model.modules())
+    return KvSharing.DICT if takes_dict else KvSharing.CACHE
 
 
 def _calls(seen: Observation, place: dict[int, int]) -> tuple[ModuleCall, ...]:

@@ -1,7 +1,7 @@
 """Facts about a model and decisions on them: frozen values, no torch. Printed, saved, or built by hand in a test."""
 
 from memopt.ir.accounting import PlanAccount, SavedBytes, TargetAccount, TensorLine, account, keep_reason, saved_bytes
-from memopt.ir.graph import Kind, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
+from memopt.ir.graph import Kind, KvSharing, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
 from memopt.ir.plan import Action, Decision, Plan, RegionKey
 from memopt.ir.policy import MIN_SWAP_TENSOR_BYTES, POLICIES, CheckpointPolicy, Keep, attention_keep_reason
 from memopt.ir.queries import outermost
@@ -16,6 +16,7 @@ __all__ = [
     "Decision",
     "Keep",
     "Kind",
+    "KvSharing",
     "ModelFacts",
     "ModuleCall",
     "ModuleGraph",

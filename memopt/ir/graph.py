@@ -18,6 +18,16 @@ class Kind(enum.StrEnum):
     PARAMETER_CAST = "parameter cast"
 
 
+class KvSharing(enum.StrEnum):
+    """How layers use the keys and values of an earlier layer."""
+
+    NONE = "none"
+    CACHE = "cache"
+    """Through the cache, which must stay on for it."""
+    DICT = "dict"
+    """Through an argument of the layers."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedTensor:
     """One tensor that one autograd node saved for backward.
@@ -81,8 +91,12 @@ class ModuleNode:
     fqns: tuple[str, ...]
     """All the names it is registered under, `fqn` first."""
     class_name: str
+    bases: tuple[str, ...] = ()
+    """The names of the classes that it inherits from, nearest first, up to `nn.Module`."""
     num_parameters: int
     """Its own, not its children's."""
+    num_trainable: int = 0
+    """How many of its own parameters need grad."""
     parameter_bytes: int
 
 
@@ -95,6 +109,9 @@ class ModelFacts:
     num_parameters: int
     parameter_bytes: int
     transformers_version: str
+    native_checkpointing: bool = False
+    """Whether transformers' own gradient checkpointing can be switched on for it."""
+    kv_sharing: KvSharing = KvSharing.NONE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
