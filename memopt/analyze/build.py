@@ -84,7 +84,7 @@ def _checkpoints_natively(module: nn.Module) -> bool:
 def _kv_sharing(model: nn.Module) -> KvSharing:
     """Tell how layers share keys and values: newer models hand a dict to their layers, older ones need the cache."""
     config = getattr(model, "config", None)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    text = getattr(config, "get_text_config", lambda: config)()
     if not getattr(text, "num_kv_shared_layers", 0):
         return KvSharing.NONE
     takes_dict = any("shared_kv_states" in inspect.signature(m.forward).parameters for m in model.modules())
