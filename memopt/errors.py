@@ -70,6 +70,18 @@ class NoSelfAttentionError(MemoptError):
         )
 
 
+class NoLayerContainerError(MemoptError):
+    """Activation checkpointing found no layers, or not where a registered class should have them."""
+
+    def __init__(self, class_name: str, tried: Iterable[str] = ()) -> None:
+        wrong = f"found no layers in {class_name}: it has no non-empty ModuleList or ModuleDict with numbers for keys"
+        remedy = "keep its layers in an nn.ModuleList"
+        if paths := ", ".join(tried):
+            wrong = f"found no layers in {class_name} at any of its registered paths: {paths}"
+            remedy = "add the path of this version to memopt.ir.layer_registry"
+        super().__init__(f"activation_checkpoint {wrong}; {remedy}, or set activation_checkpoint to off")
+
+
 class InvalidPlanError(MemoptError):
     """A plan that contradicts itself or its graph."""
 

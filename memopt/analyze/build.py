@@ -24,7 +24,7 @@ def build_graph(
     return ModuleGraph(
         model=_model_facts(model, name),
         input=trace_input,
-        modules=_modules(model),
+        modules=module_nodes(model),
         calls=_calls(seen, place),
         saved=_saved(seen, alive, storages),
         flows=tuple(seen.flows),
@@ -53,7 +53,8 @@ def _model_facts(model: nn.Module, name: str) -> ModelFacts:
     )
 
 
-def _modules(model: nn.Module) -> tuple[ModuleNode, ...]:
+def module_nodes(model: nn.Module) -> tuple[ModuleNode, ...]:
+    """Return the modules of a live model; no forward is needed for that, nor memory for its weights."""
     fqns: dict[nn.Module, list[str]] = {}
     for fqn, module in model.named_modules(remove_duplicate=False):
         fqns.setdefault(module, []).append(fqn)

@@ -1,11 +1,13 @@
 """Facts about a model and decisions on them: frozen values, no torch. Printed, saved, or built by hand in a test."""
 
 from memopt.ir.accounting import PlanAccount, SavedBytes, TargetAccount, TensorLine, account, keep_reason, saved_bytes
+from memopt.ir.containers import Container, layer_containers, unwrap
 from memopt.ir.graph import Kind, KvSharing, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
 from memopt.ir.plan import Action, Decision, Plan, RegionKey
 from memopt.ir.policy import MIN_SWAP_TENSOR_BYTES, POLICIES, CheckpointPolicy, Keep, attention_keep_reason
 from memopt.ir.queries import outermost
 from memopt.ir.serialize import PLAN_SCHEMA_VERSION, load_plan, plan_from_json, plan_to_json, save_plan
+from memopt.ir.submodules import layer_parts
 
 __all__ = [
     "MIN_SWAP_TENSOR_BYTES",
@@ -13,6 +15,7 @@ __all__ = [
     "POLICIES",
     "Action",
     "CheckpointPolicy",
+    "Container",
     "Decision",
     "Keep",
     "Kind",
@@ -32,10 +35,13 @@ __all__ = [
     "account",
     "attention_keep_reason",
     "keep_reason",
+    "layer_containers",
+    "layer_parts",
     "load_plan",
     "outermost",
     "plan_from_json",
     "plan_to_json",
     "save_plan",
     "saved_bytes",
+    "unwrap",
 ]
