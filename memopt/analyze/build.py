@@ -67,13 +67,17 @@ def _node(module: nn.Module, fqns: tuple[str, ...]) -> ModuleNode:
         fqn=fqns[0],
         fqns=fqns,
         class_name=type(module).__name__,
-        bases=tuple(
-            cls.__name__ for cls in type(module).__mro__[1:] if issubclass(cls, nn.Module) and cls is not nn.Module
-        ),
+        bases=_bases(type(module)),
         num_parameters=sum(p.numel() for p in own),
         num_trainable=sum(p.numel() for p in own if p.requires_grad),
         parameter_bytes=sum(p.nbytes for p in own),
     )
+
+
+def _bases(cls: type) -> tuple[str, ...]:
+    """Return the names of a class's ancestors; a rewritten module's class has the name of the one it stands before."""
+    names = (c.__name__ for c in cls.__mro__ if issubclass(c, nn.Module) and c is not nn.Module)
+    return tuple(name for name in dict.fromkeys(names) if name != cls.__name__)
 
 
 def _checkpoints_natively(module: nn.Module) -> bool:
