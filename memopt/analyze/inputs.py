@@ -1,13 +1,17 @@
 """The batch that a model is traced with."""
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch.utils._pytree import tree_map
 
-from memopt.errors import RequestError
+from memopt.analyze.values import InputValues
+from memopt.errors import RequestError, TraceError
 
 
 def example_inputs(model: nn.Module, *, batch_size: int, seq_length: int) -> dict[str, Any]:
@@ -43,6 +47,27 @@ def as_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, (tuple, list)):
         return tuple(inputs), {}
     return (inputs,), {}
+
+
+def fake_arguments(arguments: Any, values: InputValues, mode: FakeTensorMode) -> Any:
+    """Return arguments of forward with fake tensors for tensors, and copies of all else that forward could change.
+
+    Raises TraceError for an argument that cannot be copied.
+    """
+
+    def faked(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return values.faked(leaf)
+        try:
+            with FakeCopyMode(mode):
+                return copy.deepcopy(leaf)
+        except Exception as error:
+            raise TraceError(
+                f"an argument of type {type(leaf).__name__} cannot be copied, which tracing needs: {error}; "
+                "analyze the model with inputs that leave it out"
+            ) from error
+
+    return tree_map(faked, arguments)
 
 
 def batch_shape(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[int, int]:

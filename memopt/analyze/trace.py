@@ -12,11 +12,10 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedFakeTensorException,
 )
-from torch.utils._pytree import tree_map_only
 
 from memopt.analyze.build import build_graph, dtype_name
 from memopt.analyze.fake import TargetKernels, TraceMode, like_a_real_run
-from memopt.analyze.inputs import as_call, batch_shape, example_inputs
+from memopt.analyze.inputs import as_call, batch_shape, example_inputs, fake_arguments
 from memopt.analyze.observe import Observation, observe
 from memopt.analyze.roles import name_saves
 from memopt.analyze.twin import twin_of_config, twin_of_model
@@ -79,7 +78,7 @@ def _observe_fake(
     autocast: str,
 ) -> Observation:
     values = InputValues(mode)
-    fake_args, fake_kwargs = tree_map_only(torch.Tensor, values.faked, (tuple(args), dict(kwargs)))
+    fake_args, fake_kwargs = fake_arguments((tuple(args), dict(kwargs)), values, mode)
     device = _device_type(twin)
     seen = Observation()
     with ExitStack() as stack:
