@@ -75,6 +75,7 @@ def apply(
 
 def undo(model: nn.Module) -> None:
     """Take every rewriting out of a model, or out of a copy of one, and one that still waits for its first forward."""
+    check_is_module(model)
     model = model.module if isinstance(model, DistributedDataParallel) else model
     take_off(model)
     undo_rewriting(model)

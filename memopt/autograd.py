@@ -23,7 +23,10 @@ def packed_saves(output: Any, *, since: int = 0) -> Iterator[tuple[str, str, Any
             fields[kind] = tuple(name for name in dir(node) if name.startswith(_RAW))
         for name in fields[kind]:
             field = "saved_tensors" if name == "_raw_saved_tensors" else name.removeprefix(_RAW)
-            raw = getattr(node, name)
+            try:
+                raw = getattr(node, name)
+            except RuntimeError:  # backward went through this node already, and freed it
+                continue
             if not isinstance(raw, (tuple, list)):
                 yield node.name(), field, getattr(raw, "data", None)
                 continue
@@ -37,7 +40,7 @@ def sequence_number() -> int:
 
 
 def _nodes(output: Any, since: int) -> Iterator[Any]:
-    roots: Iterable[Any] = (leaf.grad_fn for leaf in tree_iter(output) if isinstance(leaf, torch.Tensor))
+    roots: Iterable[Any] = (leaf.grad_fn for leaf in _leaves(output) if isinstance(leaf, torch.Tensor))
     todo = deque(dict.fromkeys(node for node in roots if node is not None and node._sequence_nr() >= since))
     seen = set(todo)
     while todo:
@@ -47,3 +50,10 @@ def _nodes(output: Any, since: int) -> Iterator[Any]:
             if following is not None and following not in seen and following._sequence_nr() >= since:
                 seen.add(following)
                 todo.append(following)
+
+
+def _leaves(output: Any) -> list[Any]:
+    try:
+        return list(tree_iter(output))
+    except RecursionError:  # it holds itself
+        return []

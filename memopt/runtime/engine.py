@@ -136,7 +136,8 @@ class Engine:
         copies, after = [], []
         for slot in slots:
             assert slot.host is not None and slot.event is not None
-            slot.device = torch.empty(slot.num_bytes, dtype=torch.uint8, device=self.backend.device)
+            with torch.inference_mode(False):  # backward may run in it; the copy is written to by another thread
+                slot.device = torch.empty(slot.num_bytes, dtype=torch.uint8, device=self.backend.device)
             copies.append((slot.host.memory, slot.device))
             after.append(slot.event)
         event = self.backend.copy_in(copies, after)

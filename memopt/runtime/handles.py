@@ -24,8 +24,9 @@ class Kept:
     def __init__(self, group: "Group", tensor: torch.Tensor, outer: Hooks | None) -> None:
         self._group = group
         self._version = tensor._version
-        # Detached: a tensor with a grad_fn, held here, would keep its own graph alive for ever.
-        self._value = outer[0](tensor) if outer else tensor.detach()
+        # A tensor with a grad_fn, held here, would keep its own graph alive for ever; a parameter itself sees
+        # what is assigned to its .data, as without hooks.
+        self._value = outer[0](tensor) if outer else tensor.detach() if tensor.grad_fn else tensor
         self._unpack = outer[1] if outer else None
 
     def unpack(self) -> torch.Tensor:

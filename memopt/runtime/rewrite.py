@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.errors import GraphCompileError
+from memopt.errors import GraphCompileError, RewriteError
 from memopt.runtime.contract import check_target
 from memopt.runtime.forward import run_region
 from memopt.runtime.module_state import forget_state
@@ -110,14 +110,20 @@ def is_rewritten(module: nn.Module) -> bool:
 def rewrite_module(module: nn.Module, region: Region) -> None:
     """Put our class in front of a module's class and say what its region does; raises RewriteError."""
     check_target(module)
-    module.__class__ = rewritten_class(type(module))
+    try:
+        made = rewritten_class(type(module))
+    except Exception as error:
+        raise RewriteError(
+            f"{type(module).__name__} admits no subclass: {error}; rewrite the modules inside it"
+        ) from error
+    object.__setattr__(module, "__class__", made)
     module.__dict__[REGION] = region
 
 
 def restore_module(module: nn.Module) -> None:
     """Take our class out of a module's ancestry, whatever was put on top of it since, and forget its region."""
     if is_rewritten(module):
-        module.__class__ = _without_ours(type(module))
+        object.__setattr__(module, "__class__", _without_ours(type(module)))
     module.__dict__.pop(REGION, None)
     module.__dict__.pop(PREVIOUS, None)
     forget_state(module)

@@ -26,6 +26,8 @@ def swap_wrapper(
     check_is_module(module)
     if not callable(policy_fn):
         raise IllegalValueError("policy_fn", policy_fn, "a function of a tensor that returns a memopt.CheckpointPolicy")
+    if not isinstance(group_swap, bool):
+        raise IllegalValueError("group_swap", group_swap, "True, False")
     region = Region(type(module).__name__, Action.SWAP, policy_fn, group_swap)
     if (present := region_of(module)) == region:
         return module

@@ -1,5 +1,6 @@
 """What a second pair of eyes broke: saves that look alike, writes unseen, streams, interrupts, torch's other machinery."""
 
+import copy
 import gc
 import itertools
 
@@ -8,6 +9,7 @@ import torch
 import torch.autograd.forward_ad as fw
 from torch import nn
 from torch.nn.utils import parametrize
+from transformers import DynamicCache
 
 import memopt
 from memopt.errors import GraphCompileError, MemoptError
@@ -268,3 +270,137 @@ def test_what_is_compiled_or_scripted_is_not_wrapped():
     torch._dynamo.reset()
     with pytest.raises(GraphCompileError):
         torch.compile(model, backend="eager")(**models.batch(seq_length=8))
+
+
+class Squared(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+class Force(nn.Module):
+    """Return an energy and its slope, as force fields do: the graph is used up within forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        energy = Squared.apply(self.linear(x)).sum()
+        return energy, torch.autograd.grad(energy, x)[0]
+
+
+def test_a_graph_that_forward_itself_has_used_up():
+    plain = Force()
+    module = swap_wrapper(copy.deepcopy(plain), everything)
+    for _ in range(2):
+        x = torch.randn(3, 4, requires_grad=True)
+        assert all(map(torch.equal, plain(x), module(x)))
+
+
+def test_backward_under_inference_mode():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
+    module, x, grads = swap_wrapper(copy.deepcopy(plain), everything), torch.randn(3, 4), []
+    for one in (plain, module):
+        loss = one(x).sum()
+        finish_copies(one)
+        with torch.inference_mode():
+            loss.backward()
+        grads.append([p.grad for p in one.parameters()])
+    assert all(map(torch.equal, *grads))
+    assert counters_of(module).copied_in_bytes > 0
+
+
+def test_values_that_a_parameter_is_given_between_forward_and_backward():
+    module, plain, slopes = swap_wrapper(Times(), everything), Times(), []
+    for one in (plain, module):
+        x = torch.ones(4, 4, requires_grad=True)
+        y = one(x).sum()
+        one.w.data = torch.full((4, 4), 5.0)
+        slopes.append(torch.autograd.grad(y, x)[0])
+    assert torch.equal(*slopes)
+    assert slopes[0][0, 0] == 5
+
+
+def test_saves_that_have_no_storage_stay():
+    class Zeroed(Times):
+        def forward(self, x):
+            return (x * self.w) * torch._efficientzerotensor((4, 4))
+
+    module, x = swap_wrapper(Zeroed(), everything), torch.randn(4, 4)
+    assert torch.equal(gradient(module, x), torch.zeros(4, 4))
+
+
+def test_an_output_that_holds_itself():
+    class Cyclic(Times):
+        def forward(self, x):
+            out = {"y": super().forward(x)}
+            out["self"] = out
+            return out
+
+    module, x = swap_wrapper(Cyclic(), everything), torch.randn(4, 4)
+    for _ in range(2):
+        module.w.grad = None
+        module(x)["y"].sum().backward()
+        assert torch.equal(module.w.grad, x)
+
+
+def test_arguments_of_any_kind_are_not_touched_by_the_trace():
+    class Collecting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.self_attn = nn.Linear(256, 1024)
+
+        def forward(self, x, seen):
+            seen.found.append(self.self_attn(x))
+            return seen.found[-1].sum()
+
+    class Seen:
+        def __init__(self):
+            self.found = [torch.zeros(2)]
+
+    model, seen, x = Collecting(), Seen(), torch.randn(1024, 256)
+    memopt.apply(model, SWAP)
+    model(x, seen).backward()
+    assert [type(t) for t in seen.found] == [torch.Tensor] * 2
+    with pytest.raises(MemoptError, match="generator cannot be copied"):
+        memopt.analyze(model, (x, (n for n in range(3))))
+
+
+def test_a_cache_that_the_caller_brings_stays_his_own():
+    plain, batch = models.llama(), models.batch(seq_length=8)
+    model = copy.deepcopy(plain)
+    memopt.apply(model, SWAP)
+    losses = [
+        m(**{**batch, "use_cache": True}, past_key_values=DynamicCache(config=m.config)).loss for m in (plain, model)
+    ]
+    assert torch.equal(*losses)
+
+
+def test_modules_that_admit_no_subclass_or_no_new_attribute():
+    class Strict(nn.Linear):
+        def __init_subclass__(cls, *, family):
+            super().__init_subclass__()
+
+    with pytest.raises(MemoptError, match="admits no subclass"):
+        swap_wrapper(Strict(2, 2), everything)
+
+    class Frozen(nn.Linear):
+        def __setattr__(self, name, value):
+            if "bias" in self.__dict__.get("_parameters", ()):
+                raise AttributeError(name)
+            super().__setattr__(name, value)
+
+    module = Frozen(2, 2)
+    swap_wrapper(module, everything)
+    memopt.undo(module)
+    assert type(module) is Frozen
+    for call in (lambda: memopt.undo("model"), lambda: swap_wrapper(module, everything, group_swap="yes")):
+        with pytest.raises(MemoptError, match="legal"):
+            call()
