@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from memopt.errors import SavedTensorModifiedError
 from memopt.runtime.slot import Slot, State
@@ -24,9 +25,10 @@ class Kept:
     def __init__(self, group: "Group", tensor: torch.Tensor, outer: Hooks | None) -> None:
         self._group = group
         self._version = tensor._version
-        # A tensor with a grad_fn, held here, would keep its own graph alive for ever; a parameter itself sees
-        # what is assigned to its .data, as without hooks.
-        self._value = outer[0](tensor) if outer else tensor.detach() if tensor.grad_fn else tensor
+        # A tensor that has a grad_fn, or is given one in place, would keep its own graph alive for ever if it were
+        # held here. A parameter itself has none, and sees what is assigned to its .data, as without hooks.
+        own = isinstance(tensor, nn.Parameter)
+        self._value = outer[0](tensor) if outer else tensor if own else tensor.detach()
         self._unpack = outer[1] if outer else None
 
     def unpack(self) -> torch.Tensor:
