@@ -10,14 +10,15 @@ from memopt.ir.graph import Kind
 MAX_CAST_CHAIN = 4
 """How many view and cast nodes may lie between a parameter and its cast: ``weight.to(bf16).t()`` has two."""
 
-_VIEWS_AND_CASTS = frozenset(
+VIEWS = frozenset(
     {
-        "AliasBackward0", "AsStridedBackward0", "CloneBackward0", "DetachBackward0", "ExpandBackward0",
-        "PermuteBackward0", "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SqueezeBackward0",
-        "SqueezeBackward1", "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
-        "UnsqueezeBackward0", "ViewBackward0",
+        "AliasBackward0", "AsStridedBackward0", "DetachBackward0", "ExpandBackward0", "PermuteBackward0",
+        "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SqueezeBackward0", "SqueezeBackward1", "TBackward0",
+        "TransposeBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
     }
 )  # fmt: skip
+"""The autograd nodes of views."""
+_VIEWS_AND_CASTS = VIEWS | {"CloneBackward0", "ToCopyBackward0"}
 
 
 def storage_key(tensor: torch.Tensor) -> int:

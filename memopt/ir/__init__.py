@@ -2,7 +2,18 @@
 
 from memopt.ir.accounting import PlanAccount, SavedBytes, TargetAccount, TensorLine, account, keep_reason, saved_bytes
 from memopt.ir.containers import Container, layer_containers, unwrap
-from memopt.ir.graph import Kind, KvSharing, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
+from memopt.ir.graph import (
+    FunctionCall,
+    Kind,
+    KvSharing,
+    ModelFacts,
+    ModuleCall,
+    ModuleGraph,
+    ModuleNode,
+    SavedTensor,
+    TraceInput,
+)
+from memopt.ir.op_policy import OP_POLICIES, Family, OpPolicy
 from memopt.ir.plan import Action, Decision, Plan, RegionKey
 from memopt.ir.policy import MIN_SWAP_TENSOR_BYTES, POLICIES, CheckpointPolicy, Keep, attention_keep_reason
 from memopt.ir.queries import outermost
@@ -11,12 +22,15 @@ from memopt.ir.submodules import layer_parts
 
 __all__ = [
     "MIN_SWAP_TENSOR_BYTES",
+    "OP_POLICIES",
     "PLAN_SCHEMA_VERSION",
     "POLICIES",
     "Action",
     "CheckpointPolicy",
     "Container",
     "Decision",
+    "Family",
+    "FunctionCall",
     "Keep",
     "Kind",
     "KvSharing",
@@ -24,6 +38,7 @@ __all__ = [
     "ModuleCall",
     "ModuleGraph",
     "ModuleNode",
+    "OpPolicy",
     "Plan",
     "PlanAccount",
     "RegionKey",

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from memopt.ir.op_policy import Family
+
 if TYPE_CHECKING:
     import networkx
 
@@ -81,6 +83,27 @@ class ModuleCall:
     parent: int | None
     first_save: int
     end_save: int
+    inputs: tuple[tuple[int, int], ...] = ()
+    """(storage, bytes) of the tensors in its arguments, parameters and buffers left out."""
+    flops: int = 0
+    """Of the operations in it that have any (torch's registry of formulas), its children's included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """One call of one expensive function; it owns the saves ``first_save <= index < end_save``."""
+
+    family: Family
+    call: int
+    """The innermost module call that was active."""
+    first_save: int
+    end_save: int
+    outputs: tuple[tuple[int, int], ...]
+    """(storage, bytes) of what it returned."""
+    flops: int
+    keepable: bool
+    """Whether its results can stand for it in a replay: it saves only its operands, its results and small statistics,
+    draws no random numbers, and nobody writes to its results later in the forward."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +164,8 @@ class ModuleGraph:
     """(maker call, user call) wherever a tensor made in one module is used in another."""
     held: frozenset[int]
     """Storages that the caller holds anyway: the model's inputs and outputs."""
+    functions: tuple[FunctionCall, ...] = ()
+    """The expensive functions, in the order of their calls."""
     notes: tuple[str, ...] = ()
 
     @cached_property

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from memopt.errors import InvalidPlanError
 from memopt.ir.graph import ModuleGraph
+from memopt.ir.op_policy import OP_POLICIES
 from memopt.ir.policy import POLICIES
 
 
@@ -16,6 +17,7 @@ class Action(enum.StrEnum):
 
     KEEP = "keep"
     SWAP = "swap"
+    RECOMPUTE = "recompute"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -39,7 +41,11 @@ class Decision:
     why: str
     """Printed as it stands."""
     policy: str
-    """Which of the region's saved tensors it concerns, a key of `memopt.ir.policy.POLICIES`."""
+    """Which saved tensors it concerns, a key of `POLICIES`; for RECOMPUTE which results are kept, of `OP_POLICIES`."""
+    route: str = ""
+    """By which way of the RFC the region came to be recomputed; empty for other actions."""
+    compiles: bool = False
+    """Whether the rewritten module may be given to torch.compile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +93,8 @@ class Plan:
             raise InvalidPlanError(f"decision on {str(key)!r}: the model has no such module")
         if key.region:
             raise InvalidPlanError(f"decision on {str(key)!r}: no region is called {key.region!r}; legal: ''")
-        if decision.policy not in POLICIES:
+        policies = OP_POLICIES if decision.action is Action.RECOMPUTE else POLICIES
+        if decision.policy not in policies:
             raise InvalidPlanError(f"decision on {str(key)!r}: no policy is called {decision.policy!r}")
 
     def _verify_chain(self, decided: list[str]) -> None:

@@ -1,0 +1,90 @@
+"""Say what an expensive function saves in terms of its operands: then a replay can do without calling it."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from memopt.tensors import MAX_CAST_CHAIN, VIEWS, storage_key
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A saved tensor as a view of an operand, or of an operand's cast (autocast makes one)."""
+
+    position: int
+    """Which operand."""
+    operand: tuple[torch.Size, tuple[int, ...], torch.dtype]
+    """What the operand looked like."""
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """In elements, from the operand's first."""
+
+    def fits(self, operands: list[torch.Tensor]) -> bool:
+        """Tell whether the operands of another call look the same."""
+        return self.position < len(operands) and _looks_of(operands[self.position]) == self.operand
+
+    def view_of(self, operands: list[torch.Tensor]) -> torch.Tensor:
+        """Return the saved tensor, made anew from the operands of another call."""
+        operand = operands[self.position]
+        if operand.dtype is not self.dtype:
+            operand = operand.to(self.dtype)
+        return operand.as_strided(self.shape, self.stride, operand.storage_offset() + self.offset)
+
+
+def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
+    """Return the tensors among arguments, in order; None where one is more than the values in its storage."""
+    tensors = list(_flat((*args, *kwargs.values())))
+    return tensors if all(_is_plain(t) for t in tensors) else None
+
+
+def source_of(saved: torch.Tensor, operands: list[torch.Tensor]) -> Source | None:
+    """Return where a tensor that was saved in a call came from, None if it was made in the call."""
+    for position, operand in enumerate(operands):
+        shares = storage_key(saved) == storage_key(operand)
+        if (shares and saved.dtype is operand.dtype) or _is_cast(saved, operand):
+            offset = int(saved.storage_offset()) - int(operand.storage_offset() if shares else 0)
+            return Source(position, _looks_of(operand), saved.dtype, saved.shape, saved.stride(), offset)
+    return None
+
+
+def _looks_of(operand: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
+    return operand.shape, operand.stride(), operand.dtype
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    plain = isinstance(tensor, FakeTensor) or type(tensor) in _PLAIN
+    return plain and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
+
+
+def _is_cast(saved: torch.Tensor, operand: torch.Tensor) -> bool:
+    """Tell, by the autograd graph, whether a tensor is views of one cast of another."""
+    if saved.dtype is operand.dtype or not operand.requires_grad:
+        return False
+    if saved.untyped_storage().nbytes() != operand.numel() * saved.element_size():
+        return False
+    node = saved.grad_fn
+    for _ in range(MAX_CAST_CHAIN):
+        if node is None or node.name() not in VIEWS or len(node.next_functions) != 1:
+            break
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "ToCopyBackward0":
+        return False
+    source = node.next_functions[0][0]
+    return source is not None and (
+        source is operand.grad_fn if operand.grad_fn is not None else getattr(source, "variable", None) is operand
+    )
+
+
+def _flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _flat(value)
