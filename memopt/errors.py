@@ -116,10 +116,22 @@ class GraphCompileError(MemoptError, AssertionError):
 
 
 class SavedTensorModifiedError(MemoptError, RuntimeError):
-    """A saved tensor was written to in place before backward needed it; torch's own check is off under hooks."""
+    """A tensor was written to in place before backward needed it; torch's own check is off under hooks."""
 
-    def __init__(self, fqn: str, shape: tuple[int, ...], saved_version: int, version: int) -> None:
+    def __init__(
+        self, fqn: str, shape: tuple[int, ...], saved_version: int, version: int, *, what: str = "saved in"
+    ) -> None:
         super().__init__(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"a tensor of shape {list(shape)} saved in {fqn!r} is at version {version}; expected version {saved_version}"
+            f"a tensor of shape {list(shape)}, {what} {fqn!r}, is at version {version}; expected version {saved_version}"
+        )
+
+
+class ReplayError(MemoptError, RuntimeError):
+    """A checkpointed region did something else in its replay than in its forward."""
+
+    def __init__(self, fqn: str, what: str) -> None:
+        super().__init__(
+            f"the replay of {fqn!r} {what}; its forward depends on something that memopt does not restore: "
+            "take the module out of the plan"
         )

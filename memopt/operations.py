@@ -64,7 +64,7 @@ def family_of(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
     """Return the family of a call as a TorchFunctionMode sees it, None for all that is cheap or writes to an argument."""
     find = FINDERS.get(func)
     if find is None:
-        find = FINDERS[func] = _operator_finder(func) if isinstance(func, _OPERATOR_TYPES) else _cheap
+        find = FINDERS[func] = _operator_finder(func) if isinstance(func, _OPERATOR_TYPES) else cheap
     return find(args, kwargs) if "out" not in kwargs else None
 
 
@@ -77,12 +77,13 @@ def draws(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
     return bool(value)
 
 
+def cheap(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Find no family, whatever the operands."""
+    return None
+
+
 Finder = Callable[[tuple[Any, ...], Mapping[str, Any]], Family | None]
 _OPERATOR_TYPES = (torch._ops.OpOverload, torch._ops.OpOverloadPacket)
-
-
-def _cheap(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    return None
 
 
 def _always(family: Family) -> Finder:
@@ -124,9 +125,9 @@ def _resolved(name: str) -> Callable[..., Any] | None:
 def _operator_finder(operator: Any) -> Finder:
     overload = operator if isinstance(operator, torch._ops.OpOverload) else getattr(operator, "default", None)
     if overload is None or overload._overloadname != "default":
-        return _cheap
+        return cheap
     family = _OPERATORS.get(overload._schema.name)
-    return _cheap if family is None else _always(family)
+    return cheap if family is None else _always(family)
 
 
 @functools.cache

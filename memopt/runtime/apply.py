@@ -94,7 +94,7 @@ def _regions(model: nn.Module, plan: Plan) -> dict[nn.Module, Region]:
                 f"the plan was made for another model ({plan.graph.model.name}): at {key.fqn!r} it expects "
                 f"{expected}, {type(model).__name__} has {found}; make a plan for this model"
             )
-        regions[module] = Region(key.fqn, decision.action, decision.policy)
+        regions[module] = Region(key.fqn, decision.action, decision.policy, compiles=decision.compiles)
     kinds = {plan.graph.by_fqn[key.fqn].class_name for key in plan.decisions}
     for fqn, module in modules.items():
         if fqn not in plan.graph.by_fqn and _is_one_of(module, kinds):

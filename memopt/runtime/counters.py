@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields
 
 @dataclass(slots=True)
 class Counters:
-    """Cumulative counts of storages and their bytes."""
+    """Cumulative counts: of storages and their bytes, and of the calls of checkpointed regions."""
 
     registered_tensors: int = 0
     registered_bytes: int = 0
@@ -14,6 +14,9 @@ class Counters:
     copied_out_bytes: int = 0
     copied_in_tensors: int = 0
     copied_in_bytes: int = 0
+    checkpointed_calls: int = 0
+    replayed_calls: int = 0
+    kept_results_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,11 @@ class Stats:
     copied_out_bytes: int
     copied_in_tensors: int
     copied_in_bytes: int
+    checkpointed_calls: int
+    """Of regions that dropped what they save."""
+    replayed_calls: int
+    kept_results_bytes: int
+    """Of expensive functions, kept so that a replay need not call them."""
 
 
 def summed(counters: Iterable[Counters]) -> Stats:

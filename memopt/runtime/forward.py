@@ -1,5 +1,6 @@
 """The forward of a rewritten module: open a group, save through its hooks, close it."""
 
+import functools
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
@@ -10,12 +11,15 @@ from torch import nn
 from torch.autograd import forward_ad
 
 from memopt.errors import GraphCompileError
+from memopt.ir import Action
 from memopt.runtime.choice import Choice
 from memopt.runtime.engine import engine_of
 from memopt.runtime.group import Group
 from memopt.runtime.handles import unpack
 from memopt.runtime.module_state import link, state_of
 from memopt.runtime.region import Region, previous_of, region_of
+from memopt.runtime.replay import run_checkpointed
+from memopt.runtime.replay.cache import holds_keys, without_cache
 from memopt.runtime.roles import Lesson, signature
 
 _OWNERS = frozenset(
@@ -50,6 +54,8 @@ def run_region(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     device = _device(module, args, kwargs) if _saves(module) else None
     if device is None:
         return forward(*args, **kwargs)
+    if region.action is Action.RECOMPUTE:
+        return _run_checkpointed(module, region, device, forward, args, kwargs)
     return _run(module, region, device, forward, args, kwargs)
 
 
@@ -83,6 +89,32 @@ def _run(
     if table is not None and not group.fits_table:
         state.tables.pop(key, None)  # the forward took another way; the next call learns it
     return output
+
+
+def _run_checkpointed(
+    module: nn.Module,
+    region: Region,
+    device: torch.device,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    if not module.training or holds_keys(args, kwargs):
+        return forward(*args, **kwargs)
+    args, kwargs = without_cache(args, kwargs)
+    return run_checkpointed(
+        module, functools.partial(_inside_of, module, forward), args, kwargs,
+        fqn=region.fqn, policy=str(region.policy), device=device, counters=state_of(module).counters,
+    )  # fmt: skip
+
+
+def _inside_of(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Call a forward as a part of its module's region; a replay may run in another thread than the forward."""
+    _inside.modules.append(module)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        _inside.modules.pop()
 
 
 def _saves(module: nn.Module) -> bool:

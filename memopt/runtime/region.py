@@ -25,6 +25,8 @@ class Region:
     """A name that a decision gives, or the user's function."""
     group_swap: bool = True
     """Bring a whole group back when backward reaches it, and the one before it; else each tensor when it is needed."""
+    compiles: bool = False
+    """Whether torch.compile may have the module."""
 
     def __str__(self) -> str:
         return f"{getattr(self.policy, '__name__', self.policy)} {self.action}"

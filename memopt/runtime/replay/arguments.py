@@ -1,0 +1,145 @@
+"""The arguments of a region's call, kept so that it can be called again with the same values."""
+
+import copy
+from collections import UserDict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from memopt.errors import SavedTensorModifiedError
+from memopt.tensors import storage_key
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+"""What packs and unpacks saved tensors around a region: the user's."""
+
+
+class Arguments:
+    """What a region was called with: tensors by value, containers as they were, everything else as it is."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outer: Hooks | None) -> None:
+        self.leaves: list[_Leaf] = []
+        self._outer = outer
+        memo: dict[int, Any] = {}
+        self._args = [self._node(value, memo) for value in args]
+        self._kwargs = {name: self._node(value, memo) for name, value in kwargs.items()}
+
+    def clone(self, positions: Collection[int] | None) -> None:
+        """Copy the tensors that the region is known to write to, by position; all of them for None."""
+        for position, leaf in enumerate(self.leaves):
+            if positions is None or position in positions:
+                leaf.clone = leaf.tensor.clone()
+
+    def close(self) -> frozenset[int]:
+        """Note which tensors the region wrote to, and return their positions; let go of the other clones."""
+        written = frozenset(n for n, leaf in enumerate(self.leaves) if leaf.is_written())
+        for position, leaf in enumerate(self.leaves):
+            if position in written:
+                leaf.shared = any(leaf.shares_storage(other) for other in self.leaves if other is not leaf)
+            else:
+                leaf.clone = None
+                if self._outer is not None:
+                    leaf.hand_over(self._outer)
+        return written
+
+    def again(self, fqn: str) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments anew; raises SavedTensorModifiedError if one does not have its value any more."""
+        memo: dict[int, Any] = {}
+        args = [_rebuilt(node, memo, fqn) for node in self._args]
+        return args, {name: _rebuilt(node, memo, fqn) for name, node in self._kwargs.items()}
+
+    def _node(self, value: Any, memo: dict[int, Any]) -> Any:
+        if not isinstance(value, (torch.Tensor, list, tuple, dict, UserDict)) or isinstance(value, nn.Parameter):
+            return value
+        node = memo.get(id(value))
+        if node is None and isinstance(value, torch.Tensor):
+            node = memo[id(value)] = _Leaf(value)
+            self.leaves.append(node)
+        elif node is None:
+            node = memo[id(value)] = _Branch()
+            node.fill(value, [self._node(child, memo) for child in _children(value)])
+        return node
+
+
+class _Leaf:
+    """One tensor, in all the places where it was passed."""
+
+    __slots__ = ("_packed", "_requires_grad", "_version", "clone", "shared", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()  # with its graph it would keep that alive for ever: a region may write to inputs
+        self.clone: torch.Tensor | None = None
+        self.shared = False
+        """Whether another argument changes when the region writes to this one."""
+        self._requires_grad = tensor.requires_grad
+        self._version = version_of(tensor)
+        self._packed: tuple[Callable[[Any], torch.Tensor], Any] | None = None
+
+    def is_written(self) -> bool:
+        """Tell whether the tensor has changed since."""
+        return version_of(self.tensor) != self._version
+
+    def shares_storage(self, other: "_Leaf") -> bool:
+        """Tell whether two tensors lie in one storage."""
+        strided = self.tensor.layout is other.tensor.layout is torch.strided
+        return strided and storage_key(self.tensor) == storage_key(other.tensor)
+
+    def hand_over(self, outer: Hooks) -> None:
+        """Leave the tensor to the hooks around the region, as any saved tensor; keep a witness of its version."""
+        self._packed = outer[1], outer[0](self.tensor)
+        witness = self.tensor.detach()
+        witness.data = torch.empty(0, dtype=witness.dtype)
+        self.tensor = witness
+
+    def value(self, fqn: str) -> torch.Tensor:
+        """Return the tensor as the region met it."""
+        if self.clone is not None and not self.shared:
+            # Not a leaf of the graph: the region writes to it.
+            return self.clone.detach().requires_grad_(self._requires_grad).clone()
+        if self.is_written():
+            raise SavedTensorModifiedError(
+                fqn, tuple(self.tensor.shape), self._version, version_of(self.tensor), what="an argument of"
+            )
+        tensor = self.tensor if self._packed is None else self._packed[0](self._packed[1])
+        return tensor.detach().requires_grad_(self._requires_grad)
+
+
+class _Branch:
+    """A list, tuple or dict as it was when the region was entered."""
+
+    __slots__ = ("_children", "_keys", "_original")
+
+    def fill(self, value: Any, children: list[Any]) -> None:
+        """Take a container's type and keys, and what stands for its children."""
+        self._original = value if isinstance(value, tuple) else copy.copy(value)
+        self._keys = list(value) if isinstance(value, (dict, UserDict)) else None
+        self._children = children
+
+    def rebuild(self, memo: dict[int, Any], fqn: str) -> Any:
+        """Return the container anew."""
+        if isinstance(self._original, tuple):
+            made = [_rebuilt(child, memo, fqn) for child in self._children]
+            kind = type(self._original)
+            return kind(*made) if hasattr(kind, "_fields") else kind(made)
+        again = memo[id(self)] = copy.copy(self._original)
+        for key, child in zip(self._keys or range(len(self._children)), self._children, strict=True):
+            again[key] = _rebuilt(child, memo, fqn)
+        return again
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was written to; those made in inference mode do not count."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def _children(value: Any) -> Iterator[Any]:
+    return iter(value.values() if isinstance(value, (dict, UserDict)) else value)
+
+
+def _rebuilt(node: Any, memo: dict[int, Any], fqn: str) -> Any:
+    if not isinstance(node, (_Leaf, _Branch)):
+        return node
+    if id(node) not in memo:
+        memo[id(node)] = node.value(fqn) if isinstance(node, _Leaf) else node.rebuild(memo, fqn)
+    return memo[id(node)]

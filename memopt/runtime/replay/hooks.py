@@ -1,0 +1,165 @@
+"""Fire the hooks of a region's modules once. A replay calls again only those that change what is computed.
+
+FSDP and PEFT work through such hooks (they gather weights, add adapters); a hook that counts or logs must not see a
+replay. What a hook changes shows in the forward: it returns something, writes to a tensor, or sets an attribute.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+from torch.utils._pytree import tree_leaves
+
+from memopt.runtime.replay.arguments import version_of
+
+Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a hook is registered: in which dict, with which flags beside it."""
+
+    hooks: dict[int, Hook]
+    flags: tuple[dict[int, bool], ...] = ()
+
+
+class HookRecord:
+    """The hooks of a region's modules that changed something in one forward."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._used: dict[tuple[int, int], tuple[_Place, int, Hook, list[bool]]] = {}
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Note which hooks change something while the region's forward runs in this thread."""
+        if not (places := tuple(_places(self._module))):
+            yield
+            return
+        with _watched(places), _role(self._note):
+            yield
+
+    @contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Let only those be called in this thread, also if they were removed since."""
+        with self._all_there(), _watched(tuple(_places(self._module))), _role(self._again):
+            yield
+
+    def _note(self, place: _Place, key: int, hook: Hook, args: tuple[Any, ...]) -> Any:
+        before = _state(args)
+        result = hook(*args)
+        if result is not None or _state(args) != before:
+            self._used[id(place.hooks), key] = (place, key, hook, [key in flag for flag in place.flags])
+        return result
+
+    def _again(self, place: _Place, key: int, hook: Hook, args: tuple[Any, ...]) -> Any:
+        return hook(*args) if (id(place.hooks), key) in self._used else None
+
+    @contextmanager
+    def _all_there(self) -> Iterator[None]:
+        gone = [(place, key, hook, flags) for place, key, hook, flags in self._used.values() if key not in place.hooks]
+        try:
+            for place, key, hook, flags in gone:
+                place.hooks[key] = hook
+                for flag, is_set in zip(place.flags, flags, strict=True):
+                    if is_set:
+                        flag[key] = True
+            yield
+        finally:
+            for place, key, *_ in gone:
+                place.hooks.pop(key, None)
+                for flag in place.flags:
+                    flag.pop(key, None)
+
+
+class _Watched:
+    """A hook that is watched: what it is asked to do depends on what the calling thread is doing."""
+
+    __slots__ = ("_hook", "_key", "_place", "__weakref__")
+
+    def __init__(self, place: _Place, key: int, hook: Hook) -> None:
+        self._place = place
+        self._key = key
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> Any:
+        """Call the hook as the thread's role wants it, plainly where it has none."""
+        return _thread.role(self._place, self._key, self._hook, args) if _thread.role else self._hook(*args)
+
+    def unwatched(self) -> Hook:
+        """Return the hook."""
+        return self._hook
+
+
+class _Thread(threading.local):
+    role: Callable[..., Any] | None = None
+
+
+_thread = _Thread()
+_lock = threading.Lock()
+_watchers: dict[int, int] = {}
+"""How many threads and regions watch a dict of hooks, by its identity."""
+
+
+def _places(module: nn.Module) -> Iterator[_Place]:
+    """Yield where there are hooks that run inside a module's forward; its own run outside of it."""
+    if torch_module._global_forward_pre_hooks:
+        yield _Place(torch_module._global_forward_pre_hooks)
+    if torch_module._global_forward_hooks:
+        flags = torch_module._global_forward_hooks_with_kwargs, torch_module._global_forward_hooks_always_called
+        yield _Place(torch_module._global_forward_hooks, flags)
+    for child in module.modules():
+        if child is module:
+            continue
+        if child._forward_pre_hooks:
+            yield _Place(child._forward_pre_hooks, (child._forward_pre_hooks_with_kwargs,))
+        if child._forward_hooks:
+            flags = child._forward_hooks_with_kwargs, child._forward_hooks_always_called
+            yield _Place(child._forward_hooks, flags)
+
+
+@contextmanager
+def _role(role: Callable[..., Any]) -> Iterator[None]:
+    before, _thread.role = _thread.role, role
+    try:
+        yield
+    finally:
+        _thread.role = before
+
+
+@contextmanager
+def _watched(places: tuple[_Place, ...]) -> Iterator[None]:
+    """Put watchers in the place of hooks for a while; two threads may be in the same module."""
+    with _lock:
+        for place in places:
+            _watchers[id(place.hooks)] = _watchers.get(id(place.hooks), 0) + 1
+            for key, hook in place.hooks.items():
+                if not isinstance(hook, _Watched):
+                    place.hooks[key] = _Watched(place, key, hook)
+    try:
+        yield
+    finally:
+        with _lock:
+            for place in places:
+                _watchers[id(place.hooks)] -= 1
+                if not _watchers[id(place.hooks)]:
+                    del _watchers[id(place.hooks)]
+                    for key, hook in place.hooks.items():
+                        if isinstance(hook, _Watched):
+                            place.hooks[key] = hook.unwatched()
+
+
+def _state(args: tuple[Any, ...]) -> list[Any]:
+    """Return what a hook could change: versions of tensors, the module's attributes, where its parameters are."""
+    module = args[0]
+    versions = [(id(t), version_of(t)) for t in tree_leaves(args[1:]) if isinstance(t, torch.Tensor)]
+    attributes = [(key, id(value)) for key, value in module.__dict__.items()]
+    parameters = [
+        (id(p), p.data_ptr() if p.layout is torch.strided else 0) for p in module._parameters.values() if p is not None
+    ]
+    return [versions, attributes, parameters]
