@@ -7,13 +7,16 @@ import torch
 from torch import nn
 
 import memopt
+from memopt.ir import Action
+from memopt.runtime import check_rewritable, preserved
 from memopt.runtime.counters import summed
-from memopt.runtime.region import region_of
-from memopt.runtime.rewrite import is_rewritten
+from memopt.runtime.region import Region, region_of
+from memopt.runtime.rewrite import is_rewritten, rewrite_module
 from tests import models
 from tests.runtime.engines import counters_of, everything
 
-GRAINS = ("block", "submodule")
+GRAINS = ("block", "submodule", "block full", "submodule full", "block selective", "submodule selective")
+"""What is rewritten, and how: swapped, or recomputed with nothing or some results kept."""
 SMALL = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 48,
 }  # fmt: skip
@@ -21,14 +24,31 @@ SMALL = {
 
 
 def rewritten(model, grain):
-    """Swap everything that the blocks of a model save, or that their children do, chained in order; in place."""
+    """Swap or recompute all that the blocks of a model save, or that their children do, chained in order; in place."""
+    grain, _, policy = grain.partition(" ")
     regions = _regions(model, grain)
+    if policy:
+        for region in regions:
+            recomputed(region, policy)
+        return model
     for region in regions:
         memopt.swap_wrapper(region, everything)
     manager = memopt.SwapManager()
     for current, following in itertools.pairwise(regions):
         manager.set_forward_prefetch_layer(current, following)
     return model
+
+
+def swaps(grain):
+    """Tell whether a grain moves tensors, and does not compute them again."""
+    return grain in ("block", "submodule")
+
+
+def recomputed(module, policy):
+    """Recompute what one module saves, in place."""
+    check_rewritable(module)
+    with preserved(module):
+        rewrite_module(module, Region(type(module).__name__, Action.RECOMPUTE, policy))
 
 
 def twin(plain, grain):
@@ -50,10 +70,15 @@ def stats_of(model):
     return summed(counters_of(m) for m in model.modules() if is_rewritten(m))
 
 
-def assert_swapped(model):
+def assert_at_work(model):
     """Saved tensors really left and really came back; a rewriting that does nothing would be right everywhere."""
-    assert any(region_of(m) for m in model.modules())
+    regions = [region for m in model.modules() if (region := region_of(m))]
+    assert regions
     stats = stats_of(model)
+    if regions[0].action is Action.RECOMPUTE:
+        assert stats.checkpointed_calls > 0
+        assert stats.replayed_calls > 0
+        return
     assert stats.registered_tensors > 0
     assert stats.copied_out_tensors > 0
     assert stats.copied_in_tensors > 0

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from tests.cases.rewriting import assert_swapped, assert_trains_alike, twin
+from tests.cases.rewriting import assert_at_work, assert_trains_alike, twin
 
 
 class TimesItsTranspose(torch.autograd.Function):
@@ -49,7 +49,7 @@ def test_a_tensor_and_its_transpose_are_two_tensors(grain):
     assert len(TimesItsTranspose.left) == 2
     assert all(torch.UntypedStorage._expired(left) for left in TimesItsTranspose.left)
     loss.backward()
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 class Rotated(nn.Module):
@@ -101,4 +101,4 @@ def test_rotary_tables_stay_with_their_owner(grain):
 
     assert_trains_alike(plain, model, loss_of)
     assert all(torch.equal(a, b) for a, b in zip(tables, originals, strict=True))
-    assert_swapped(model)
+    assert_at_work(model)

@@ -9,8 +9,8 @@ from torch import nn
 import memopt
 from memopt.errors import GraphCompileError, IncompatibleError
 from tests.cases.rewriting import (
+    assert_at_work,
     assert_identical,
-    assert_swapped,
     assert_trains_alike,
     batch,
     loss_on,
@@ -48,7 +48,7 @@ def assert_runs_at_most_twice(plain, model):
     for one in (plain, model):
         one.gradient_checkpointing_disable()
     assert_identical(trained(plain, loss_on(batch()), 0), trained(model, loss_on(batch()), 0))
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 def test_blocks_that_are_checkpointed_already_are_refused():
@@ -88,7 +88,7 @@ def test_a_compiler_is_refused_and_eager_goes_on(grain):
         with pytest.raises(GraphCompileError, match="undo"):
             loss_of(compiled)
     assert_trains_alike(plain, model, loss_of)
-    assert_swapped(model)
+    assert_at_work(model)
     memopt.undo(model)
     torch._dynamo.reset()
     want, got = trained(plain, loss_of), trained(compiled, loss_of)

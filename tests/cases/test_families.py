@@ -5,7 +5,7 @@ import torch
 import transformers
 
 from tests import models
-from tests.cases.rewriting import SMALL, assert_swapped, assert_trains_alike, batch, loss_on, twin
+from tests.cases.rewriting import SMALL, assert_at_work, assert_trains_alike, batch, loss_on, twin
 
 TINY = {"vocab_size": models.VOCAB, "hidden_size": 32}
 LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 4}
@@ -45,7 +45,7 @@ def test_attention_by_any_other_name(grain, name):
     inputs = batch()
     inputs = {"input_ids": inputs["input_ids"], "labels": inputs["labels"]}
     assert_trains_alike(plain, model, loss_on({**inputs, "attention_mask": torch.ones_like(inputs["labels"])}))
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
@@ -71,7 +71,7 @@ def test_hybrids_and_state_spaces_train_and_generate(grain, mixer):
     model = twin(plain, grain)
     assert_same_keys(plain, model)
     assert_trains_alike(plain, model, loss_on(batch()), steps=2)
-    assert_swapped(model)
+    assert_at_work(model)
     prompt, tokens = batch()["input_ids"][:, :4], []
     for one in (plain.eval(), model.eval()):
         tokens.append(one.generate(prompt, max_new_tokens=4, do_sample=False, pad_token_id=0))
@@ -90,7 +90,7 @@ def test_keys_and_values_that_later_layers_borrow(grain):
     makers = {n: p for n, p in model.named_parameters() if n.endswith("layers.0.self_attn.k_proj.weight")}
     assert len(makers) == 1
     assert all(p.grad.any() for p in makers.values())
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 def test_complex_rotary_factors_and_chunked_attention(grain):
@@ -107,4 +107,4 @@ def test_complex_rotary_factors_and_chunked_attention(grain):
     model = twin(plain, grain)
     assert_same_keys(plain, model)
     assert_trains_alike(plain, model, loss_on(batch(13)))
-    assert_swapped(model)
+    assert_at_work(model)

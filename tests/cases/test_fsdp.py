@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
-from tests.cases.rewriting import assert_swapped, batch, small_llama, trained, twin
+from tests.cases.rewriting import assert_at_work, batch, small_llama, trained, twin
 
 
 @pytest.fixture
@@ -44,4 +44,4 @@ def test_blocks_sharded_after_the_rewriting(grain, mesh):
             assert (tensor is None) == (got[name] is None), name
             torch.testing.assert_close(whole(got[name]), tensor)
     assert all(isinstance(layer, LlamaDecoderLayer) for layer in model.model.layers)
-    assert_swapped(model)
+    assert_at_work(model)

@@ -12,8 +12,8 @@ from transformers import (
 
 from tests import models
 from tests.cases.rewriting import (
+    assert_at_work,
     assert_identical,
-    assert_swapped,
     assert_trains_alike,
     batch,
     loss_on,
@@ -47,7 +47,7 @@ def test_generation_between_steps_in_either_mode(grain):
         assert model.training == training
     assert_trains_alike(plain.train(), model.train(), loss_on(batch(7)))
     assert model.config.to_dict() == plain.config.to_dict()
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 def test_layers_that_are_unfrozen_later(grain):
@@ -61,16 +61,17 @@ def test_layers_that_are_unfrozen_later(grain):
     ).train()  # fmt: skip
     model = twin(plain.requires_grad_(False), grain)
     inputs = {"input_ids": batch(batch_size=4)["input_ids"], "labels": torch.tensor([0, 2, 1, 0])}
-    swapped = []
+    worked = []
     for thawed in ("classifier", "layer.2", "layer.0.attention", "bias", ""):
         for module in (plain, model):
             for name, p in module.named_parameters():
                 p.requires_grad_("classifier" in name or thawed in name)
         assert_trains_alike(plain, model, loss_on(inputs), steps=2)
-        swapped.append(stats_of(model).copied_out_tensors - sum(swapped))
-    assert swapped[0] == 0, "all regions are frozen"
-    assert 0 < swapped[1] < swapped[2] <= swapped[-1]
-    assert_swapped(model)
+        stats = stats_of(model)
+        worked.append(stats.copied_out_tensors + stats.replayed_calls - sum(worked))
+    assert worked[0] == 0, "all regions are frozen"
+    assert 0 < worked[1] < worked[2] <= worked[-1]
+    assert_at_work(model)
 
 
 def fitted(model, data, folder):
@@ -99,5 +100,5 @@ def test_the_stock_trainer_accumulates_evaluates_and_saves(grain, tmp_path):
     assert not info["unexpected_keys"]
     assert_identical(loaded.state_dict(), other.state_dict())
     assert not all(torch.equal(p, start[name]) for name, p in other.named_parameters())
-    assert_swapped(model)
+    assert_at_work(model)
     assert_trains_alike(plain, model, loss_on(batch()))

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 
-from tests.cases.rewriting import assert_identical, assert_swapped, assert_trains_alike, rewritten, trained, twin
+from tests.cases.rewriting import assert_at_work, assert_identical, assert_trains_alike, rewritten, trained, twin
 
 
 class Watched(nn.Module):
@@ -48,7 +48,7 @@ def test_saved_tensor_hooks_of_the_user_within_and_around(grain):
         assert within == plain_within, "the hooks within a region win"
     assert 0 < within <= plain_within
     assert 0 < still_around < plain_around, "those around it get what memopt leaves, and no more"
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 class Adapter(nn.Module):
@@ -96,7 +96,7 @@ def test_arguments_that_a_hook_adds_during_forward_only(grain):
 
     assert_trains_alike(plain, model, loss_of)
     assert all(block.adapter.linear.weight.grad.any() for block in model)
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 class Doubling(ModelHook):
@@ -146,4 +146,4 @@ def test_patched_forwards_and_hooks_that_come_and_go(grain):
         module[2].forward = types.MethodType(with_silu, module[2])
     assert_trains_alike(plain, model, loss_of)
     assert_identical({"out": plain(x).detach()}, {"out": model(x).detach()})
-    assert_swapped(model)
+    assert_at_work(model)

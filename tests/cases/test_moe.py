@@ -5,7 +5,7 @@ from torch import nn
 from transformers import MixtralConfig, MixtralForCausalLM
 
 from tests import models
-from tests.cases.rewriting import SMALL, assert_swapped, assert_trains_alike, batch, loss_on, twin
+from tests.cases.rewriting import SMALL, assert_at_work, assert_trains_alike, batch, loss_on, twin
 
 
 def test_jitter_that_is_multiplied_into_the_input_in_place(grain):
@@ -16,7 +16,7 @@ def test_jitter_that_is_multiplied_into_the_input_in_place(grain):
     ).train()
     model = twin(plain, grain)
     assert_trains_alike(plain, model, loss_on(batch(17)))
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 class CountingRouter(nn.Module):
@@ -52,4 +52,4 @@ def test_expert_counters_advance_once_a_step(grain):
     for block, other in zip(plain, model, strict=True):
         assert torch.equal(block.router.load, other.router.load)
         assert other.router.load.sum() == steps * 2 * 5
-    assert_swapped(model)
+    assert_at_work(model)

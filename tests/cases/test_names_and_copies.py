@@ -11,8 +11,8 @@ from torch.optim.swa_utils import AveragedModel
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 from tests.cases.rewriting import (
+    assert_at_work,
     assert_identical,
-    assert_swapped,
     assert_trains_alike,
     batch,
     loss_on,
@@ -36,8 +36,8 @@ def test_a_deep_copy_is_on_its_own(grain):
     plain.load_state_dict(average.state_dict())
     assert_trains_alike(plain, average, loss_of)
     assert all(p.grad is None for p in model.parameters())
-    assert_swapped(model)
-    assert_swapped(average)
+    assert_at_work(model)
+    assert_at_work(average)
 
 
 def test_an_averaged_model_averages(grain):
@@ -51,7 +51,7 @@ def test_an_averaged_model_averages(grain):
     plain = small_llama(seed=1)
     plain.load_state_dict(average.module.state_dict())
     assert_trains_alike(plain, average.module, loss_of)
-    assert_swapped(average.module)
+    assert_at_work(average.module)
 
 
 def test_keys_and_names_are_unchanged_both_ways(grain):
@@ -64,7 +64,7 @@ def test_keys_and_names_are_unchanged_both_ways(grain):
     for one, other in ((plain, model), (model, plain)):
         assert not any(one.load_state_dict(other.state_dict()))
     assert_trains_alike(plain, model, loss_on(batch()))
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 def test_layers_answer_for_themselves_and_can_be_operated_on(grain):
@@ -88,7 +88,7 @@ def test_layers_answer_for_themselves_and_can_be_operated_on(grain):
         other.model.layers[1].mlp.act_fn = nn.ReLU()
         other.model.layers[2].self_attn.o_proj = copy.deepcopy(plain.model.layers[0].self_attn.o_proj)
     assert_trains_alike(plain, model, loss_on(batch()))
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 def adapted(base):
@@ -113,7 +113,7 @@ def test_adapters_on_top_are_found_trained_and_saved(grain, tmp_path):
     assert len(saved[0]) == 2 * 3 * 2  # layers, targets, A and B
     assert_identical(*saved)
     assert all(tensor.any() for name, tensor in saved[1].items() if "lora_B" in name)
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 class SharingBlock(nn.Module):
@@ -143,4 +143,4 @@ def test_siblings_share_modules_and_functions(grain):
     assert len(list(model.parameters())) == len(list(plain.parameters()))
     for one in (model, other):
         assert_trains_alike(plain, one, lambda m: m(x).square().mean())
-        assert_swapped(one)
+        assert_at_work(one)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from tests import models
-from tests.cases.rewriting import assert_identical, assert_swapped, assert_trains_alike, batch, loss_on, trained, twin
+from tests.cases.rewriting import assert_at_work, assert_identical, assert_trains_alike, batch, loss_on, trained, twin
 
 
 def test_dropout_masks_and_the_stream_behind_them(grain):
@@ -16,7 +16,7 @@ def test_dropout_masks_and_the_stream_behind_them(grain):
     plain = models.gpt2(n_embd=32, n_layer=3, **dropout)
     model = twin(plain, grain)
     assert_trains_alike(plain, model, loss_on(batch(13)))
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 class Branch(nn.Module):
@@ -54,4 +54,4 @@ def test_branches_drawn_from_python_and_numpy(grain):
         assert_identical(*steps)
         assert streams[0] == streams[1]
         assert {grad is None for grad in steps[0].values()} == {True, False}, "some way was not taken"
-    assert_swapped(model)
+    assert_at_work(model)

@@ -5,7 +5,16 @@ import torch
 from torch import nn
 
 from memopt.errors import SavedTensorModifiedError
-from tests.cases.rewriting import assert_swapped, assert_trains_alike, rewritten, stats_of, twin
+from tests.cases.rewriting import (
+    assert_at_work,
+    assert_identical,
+    assert_trains_alike,
+    rewritten,
+    stats_of,
+    swaps,
+    trained,
+    twin,
+)
 
 
 def test_noise_that_is_saved_before_it_is_drawn(grain):
@@ -17,7 +26,7 @@ def test_noise_that_is_saved_before_it_is_drawn(grain):
     plain = nn.Sequential(block(), block(), nn.Linear(16, 1))
     model, x = twin(plain, grain), torch.randn(32, 16)
     assert_trains_alike(plain, model, lambda m: m(x).square().mean())
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 class Gathered(torch.autograd.Function):
@@ -64,8 +73,9 @@ def test_integers_masks_complex_numbers_and_scalars_come_back_as_what_they_were(
     assert len(notes) == 6
     assert all(note == notes[0] for note in notes)
     assert {dtype for dtype, *_ in notes[0][0]} == {torch.int64, torch.bool, torch.complex64, torch.float32}
-    assert_swapped(model)
-    assert stats_of(model).copied_out_tensors >= 3 * 2 * 4  # those four, in each step and block
+    assert_at_work(model)
+    if swaps(grain):
+        assert stats_of(model).copied_out_tensors >= 3 * 2 * 4  # those four, in each step and block
 
 
 class Clobbering(nn.Module):
@@ -89,10 +99,13 @@ def test_overwriting_what_was_saved_is_still_an_error(grain):
     assert_trains_alike(plain, model, lambda m: m(x, False))
     with pytest.raises(RuntimeError, match="inplace"):
         plain(x, True).backward()
-    with pytest.raises(SavedTensorModifiedError, match="inplace"):
-        model(x, True).backward()
+    if swaps(grain):
+        with pytest.raises(SavedTensorModifiedError, match="inplace"):
+            model(x, True).backward()
+    else:  # computed again, it is what it was
+        assert_identical(trained(plain, lambda m: m(x, False)), trained(model, lambda m: m(x, True)))
     assert_trains_alike(plain, model, lambda m: m(x, False), steps=1)
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 class AccumulatingLinear(torch.autograd.Function):
@@ -138,7 +151,7 @@ def test_what_hangs_on_a_saved_weight_is_lost_loudly(grain):
     with pytest.raises(AttributeError, match="main_grad"):
         run_in_order(model, x).backward()
     assert not model[1].weight.main_grad.any()
-    assert_swapped(model)
+    assert_at_work(model)
 
 
 def test_a_layer_that_reads_them_can_be_left_out(grain):
@@ -150,4 +163,4 @@ def test_a_layer_that_reads_them_can_be_left_out(grain):
     assert_trains_alike(plain, model, lambda m: run_in_order(m, x))
     assert model[1].weight.main_grad.any()
     assert torch.equal(plain[1].weight.main_grad, model[1].weight.main_grad)
-    assert_swapped(model)
+    assert_at_work(model)

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 Replay = Callable[["Filling"], None]
 """Runs the region's forward again, its saves going to a Filling."""
+
+_LAST = 4
+"""Of this many last saves without a gradient it is looked whether their operation fills them after it saves them."""
 
 
 class Handle:
@@ -39,15 +43,15 @@ class Handle:
 class Frame:
     """The saves of one region in one forward call. Handles own it."""
 
-    def __init__(self, fqn: str) -> None:
+    def __init__(self, fqn: str, *, learns: bool) -> None:
         self.fqn = fqn
         self.replay: Replay | None = None
         """Set when the region is left; before that there is nothing to read."""
         self.gate: list[tuple[Handle, torch.Tensor]] | None = None
         """What is saved inside an expensive function, while one runs."""
         self._handles: list[weakref.ref[Handle]] = []
-        self._last: tuple[torch.Tensor, int] | None = None
-        self._filled_late = False
+        self._last: deque[tuple[torch.Tensor, torch.Tensor]] | None = deque(maxlen=_LAST) if learns else None
+        self._stops_early = False
         self._lock = threading.RLock()
 
     @property
@@ -59,18 +63,21 @@ class Frame:
         """Drop one saved tensor: the hook that autograd calls in the region's forward."""
         handle = Handle(self, tensor)
         self._handles.append(weakref.ref(handle))
-        self._last = tensor, tensor._version
+        if self._last is not None and not tensor.requires_grad:
+            self._last.append((tensor, tensor.clone()))
         if self.gate is not None:
             self.gate.append((handle, tensor))
         return handle
 
-    def close(self, replay: Replay) -> None:
-        """Note how to replay the region, now that its forward has ended."""
-        if self._last is not None:
-            tensor, version = self._last
-            self._filled_late = tensor._version != version
+    def close(self, replay: Replay, *, stops_early: bool) -> None:
+        """Note how to replay the region, now that its forward has ended, and whether up to the last save will do."""
         self._last = None
+        self._stops_early = stops_early
         self.replay = replay
+
+    def fills_late(self) -> bool:
+        """Tell, in a call that learns, whether one of the last saves was filled after it was made: RReLU's noise is."""
+        return any(not torch.equal(tensor, before) for tensor, before in self._last or ())
 
     def value_of(self, handle: Handle) -> torch.Tensor:
         """Return a saved tensor, computed again with all that is missing around it."""
@@ -88,7 +95,7 @@ class Frame:
             raise ReplayError(self.fqn, "cannot begin, for the forward has not ended: backward runs inside of it")
         handles = {n: handle for n, ref in enumerate(self._handles) if (handle := ref()) is not None}
         missing = {n: handle for n, handle in handles.items() if handle.value is None}
-        last = None if self._filled_late else len(self._handles) - 1
+        last = len(self._handles) - 1 if self._stops_early else None
         self.replay(Filling(missing, last))
         if torch._C._current_graph_task_id() != -1:
             refs = [weakref.ref(handle) for handle in missing.values()]

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,10 +23,14 @@ Forward = Callable[..., Any]
 
 @dataclass(slots=True)
 class Habits:
-    """What a region was seen to write to: copied at the entry of every further call; at the first, all is."""
+    """What a region was seen to do. What it writes to is copied at the entry of every further call; at the first, all is."""
 
     arguments: frozenset[int] | None = None
     buffers: frozenset[Buffer] | None = None
+    stops_early: dict[int, bool] = field(default_factory=dict)
+    """By the number of saves of a forward, whether its replay may end with the last of them."""
+    learns: bool = True
+    """Whether the next call finds that out."""
 
 
 _HABITS: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
@@ -78,7 +82,7 @@ class _Call:
         habits = _HABITS.get(self._module) or Habits()
         self._arguments.clone(habits.arguments)
         self._attributes.clone(habits.buffers)
-        frame = Frame(self._fqn)
+        frame = Frame(self._fqn, learns=habits.learns)
         with (
             self._hooks.recording(),
             torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack),
@@ -92,23 +96,26 @@ class _Call:
         self._surroundings.close()
         habits.arguments = (habits.arguments or frozenset()) | self._arguments.close()
         habits.buffers = (habits.buffers or frozenset()) | self._attributes.close()
+        if habits.learns:
+            habits.stops_early[frame.num_saves] = not frame.fills_late()
+        habits.learns = frame.num_saves not in habits.stops_early
         _HABITS[self._module] = habits
         self._counters.checkpointed_calls += 1
         if self._results:
             self._counters.kept_results_bytes += self._results.close(frame.num_saves)
-        frame.close(self.replay)
+        frame.close(self.replay, stops_early=habits.stops_early.get(frame.num_saves, False))
 
     def replay(self, filling: Filling) -> None:
         """Run the forward again, its saves going to a filling; nothing else may notice."""
         self._counters.replayed_calls += 1
         self._attributes.check(self._fqn)
-        args, kwargs = self._arguments.again(self._fqn)
         with ExitStack() as stack:
             stack.enter_context(filling.stopping())
             stack.enter_context(self._surroundings.restored())
             stack.enter_context(self._attributes.restored(self._fqn))
             stack.enter_context(self._hooks.replaying())
             stack.enter_context(torch.enable_grad())
+            args, kwargs = self._arguments.again(self._fqn)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _as_it_is))
             if self._results:
                 stack.enter_context(Standing(self._results, filling))
