@@ -12,63 +12,16 @@ import functools
 import gc
 import json
 import statistics
-import time
-from importlib import resources
 from pathlib import Path
 
 import torch
+from gpu_steps import StepInBackward, build, nothing, timed, train_step
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM
 
 import memopt
 from memopt.ir import Plan, account
 from memopt.passes import AttentionSwap, Pipeline, PrefetchChain
 from memopt.runtime.engine import engine_of
-
-
-def build(preset, num_layers, device):
-    facts = json.loads((resources.files("memopt.presets") / f"{preset}.json").read_text())
-    facts |= {"num_hidden_layers": num_layers} if num_layers else {}
-    config = AutoConfig.for_model(**facts)
-    torch.manual_seed(0)
-    with torch.device(device):
-        return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
-
-
-class StepInBackward:
-    """SGD with a learning rate of 0 as each gradient is ready; notes checksums when asked to."""
-
-    def __init__(self, model):
-        self.sums = None
-        for name, parameter in model.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._step(name, p))
-
-    def _step(self, name, parameter):
-        grad = parameter.grad
-        if self.sums is not None:
-            bits = grad.view(torch.int16) if grad.dtype is torch.bfloat16 else grad.view(torch.int32)
-            self.sums[name] = (bits.sum(dtype=torch.int64), grad.float().norm())
-        with torch.no_grad():
-            parameter.add_(grad, alpha=-0.0)
-        parameter.grad = None
-
-    def checksums(self, model, batch):
-        """Return {name: (sum of bits, norm)} and the loss of one step."""
-        self.sums = {}
-        loss = train_step(model, batch)
-        sums, self.sums = {n: (int(b), float(m)) for n, (b, m) in self.sums.items()}, None
-        return sums, float(loss)
-
-
-def train_step(model, batch):
-    loss = model(**batch).loss
-    loss.backward()
-    return loss.detach()
-
-
-@contextlib.contextmanager
-def nothing(model, plan):
-    yield None
 
 
 @contextlib.contextmanager
@@ -112,19 +65,6 @@ MODES = {
     "attention swap, 1.5 GiB kept": functools.partial(attention_swap, margin_bytes=3 << 29),
     "save_on_cpu": save_on_cpu,
 }
-
-
-def timed(model, batch, device):
-    """Return (seconds, peak allocated bytes) of one step."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    train_step(model, batch)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return seconds, torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
 
 def measure(mode, model, plan, batch, device, steps):

@@ -7,7 +7,7 @@ import argparse
 import time
 
 import torch
-from gpu_attention_swap import StepInBackward, build
+from gpu_steps import StepInBackward, build
 from torch.profiler import ProfilerActivity, profile
 
 import memopt

@@ -1,0 +1,156 @@
+"""Activation checkpoint on one GPU beside the baseline and transformers' own, in one process, on one model and batch.
+
+python benchmarks/gpu_activation_checkpoint.py qwen3-30b-a3b --seq-length 4096 --pairs 10 --output docs/benchmarks/x.json
+"""
+
+import argparse
+import contextlib
+import functools
+import gc
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from gpu_steps import StepInBackward, build, nothing, timed, train_step
+from torch.profiler import ProfilerActivity, profile
+
+from memopt.ir import Action
+from memopt.runtime import undo
+from memopt.runtime.region import Region
+from memopt.runtime.rewrite import rewrite_module
+
+
+@contextlib.contextmanager
+def transformers_checkpoint(model, plan):
+    """transformers' gradient checkpointing, not reentrant."""
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    try:
+        yield
+    finally:
+        model.gradient_checkpointing_disable()
+
+
+@contextlib.contextmanager
+def checkpoint(model, plan, policy):
+    for fqn, layer in enumerate(model.model.layers):
+        rewrite_module(layer, Region(str(fqn), Action.RECOMPUTE, policy))
+    try:
+        yield
+    finally:
+        undo(model)
+
+
+MODES = {
+    "off": nothing,
+    "transformers": transformers_checkpoint,
+    "full": functools.partial(checkpoint, policy="full"),
+    "selective": functools.partial(checkpoint, policy="selective"),
+    "attention-only": functools.partial(checkpoint, policy="attention-only"),
+}
+
+
+def measure(mode, model, batch, device, steps):
+    """Warm up, then return the times and peaks of some steps."""
+    with MODES[mode](model, None):
+        timed(model, batch, device)
+        timed(model, batch, device)
+        rows = [timed(model, batch, device) for _ in range(steps)]
+    gc.collect()
+    return rows
+
+
+def compare_gradients(stepper, model, batch):
+    """Return, per mode, how many gradients differ from the baseline's by a bit; the baseline's own, run again, first."""
+    reference, loss = stepper.checksums(model, batch)
+    found = {}
+    for mode in ("off", *(name for name in MODES if name != "off")):
+        with MODES[mode](model, None):
+            train_step(model, batch)
+            sums, other_loss = stepper.checksums(model, batch)
+        different = sum(sums[name][0] != reference[name][0] for name in reference)
+        found[mode] = {"different": different, "of": len(reference), "loss_equal": loss == other_loss}
+    return found
+
+
+def kernels(mode, model, batch):
+    """Return how long the GPU and the host are busy in one step, and the kernels that take longest, in milliseconds."""
+    with MODES[mode](model, None):
+        train_step(model, batch)
+        with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            train_step(model, batch)
+            torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
+    total = sum(row.self_device_time_total for row in rows)
+    longest = {row.key[:80]: (round(row.self_device_time_total / 1e3, 1), row.count) for row in rows[:14]}
+    return {"device_ms": total / 1e3, "longest": longest}
+
+
+def summary(args, model, results, gradients, device):
+    rows = {}
+    for mode, measured in results.items():
+        rows[mode] = {"peak_bytes": max(peak for rows in measured for _, peak in rows)}
+        rows[mode] |= {"seconds": _spread([s for rows in measured for s, _ in rows])}
+        for base in ("off", "transformers"):
+            pairs = zip(measured, results[base], strict=True)
+            ratios = [s / b for rows, base_rows in pairs for (s, _), (b, _) in zip(rows, base_rows, strict=True)]
+            rows[mode][f"ratio_to_{base}"] = _spread(ratios)
+    added = [_added(results, mode) for mode in ("full", "selective")]
+    return {
+        "model": args.preset, "num_layers": model.config.num_hidden_layers, "batch_size": args.batch_size,
+        "seq_length": args.seq_length, "torch": torch.__version__,
+        "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
+        "selective_added_time_to_full": _spread([s / f for f, s in zip(*added, strict=True) if f > 0]),
+        "modes": rows, "gradients": gradients,
+    }  # fmt: skip
+
+
+def _added(results, mode):
+    pairs = zip(results[mode], results["off"], strict=True)
+    return [statistics.median(s for s, _ in rows) - statistics.median(s for s, _ in base) for rows, base in pairs]
+
+
+def _spread(values):
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)} if values else None
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--pairs", type=int, default=10)
+    parser.add_argument("--kernels", action="store_true", help="also profile one step of each mode")
+    parser.add_argument(
+        "--gradients-only", action="store_true", help="deterministic kernels where there are any; no times"
+    )
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.use_deterministic_algorithms(args.gradients_only)
+    torch.backends.cuda.enable_cudnn_sdp(not args.gradients_only)  # flash has a deterministic backward, cuDNN has none
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(args.preset, args.num_layers, device)
+    ids = torch.randint(0, model.config.vocab_size, (args.batch_size, args.seq_length), device=device)
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    stepper = StepInBackward(model)
+    gradients = compare_gradients(stepper, model, batch) if args.gradients_only else None
+    if args.gradients_only:
+        print(json.dumps(gradients))
+        return
+    results = {mode: [] for mode in MODES}
+    for pair in range(args.pairs):
+        for mode in MODES:
+            results[mode].append(measure(mode, model, batch, device, steps=2))
+        print(pair, {m: [round(row[0], 3) for row in rows[-1]] for m, rows in results.items()}, flush=True)
+    report = summary(args, model, results, gradients, device)
+    if args.kernels and device == "cuda":
+        report["kernels"] = {mode: kernels(mode, model, batch) for mode in MODES}
+    print(json.dumps(report, indent=1))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
