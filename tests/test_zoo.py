@@ -38,12 +38,12 @@ def test_a_step_is_the_same_from_the_same_seed(name):
     first, *others = steps
     assert first["loss"].isfinite()
     for other in others:
-        assert differing(first, other) == []
+        assert zoo.differing(first, other) == []
 
 
 def test_a_step_from_another_seed_differs_where_something_is_drawn(name):
     model, inputs = zoo.ZOO[name](), zoo.batch(name)
-    differs = differing(zoo.train_step(model, inputs, seed=0), zoo.train_step(model, inputs, seed=1))
+    differs = zoo.differing(zoo.train_step(model, inputs, seed=0), zoo.train_step(model, inputs, seed=1))
     assert bool(differs) == (name in DROPS)
 
 
@@ -62,13 +62,3 @@ def test_every_weight_is_drawn_or_set(name):
     finally:
         torch.use_deterministic_algorithms(False)
     assert [key for key, tensor in model.state_dict().items() if tensor.isnan().any()] == []
-
-
-def differing(one, other):
-    """Return the names under which two steps differ in any bit, or only one has a gradient."""
-    assert one.keys() == other.keys()
-    return [key for key, tensor in one.items() if not same(tensor, other[key])]
-
-
-def same(one, other):
-    return one is other is None or (one is not None and other is not None and torch.equal(one, other))

@@ -201,3 +201,13 @@ def train_step(model, inputs, seed=0):
     loss = model(**inputs).loss
     loss.backward()
     return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+
+
+def differing(one, other):
+    """Return what two steps differ in: the names whose tensors are not equal bit for bit, or of which only one is there."""
+    assert one.keys() == other.keys()
+    return [key for key, tensor in one.items() if not _same(tensor, other[key])]
+
+
+def _same(one, other):
+    return one is other is None or (one is not None and other is not None and torch.equal(one, other))
