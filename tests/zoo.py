@@ -67,6 +67,10 @@ def _build(class_name, **options):
 ZOO = {
     # decoders
     "llama": tiny("LlamaForCausalLM", DENSE),
+    "llama_dynamic_rope": tiny(  # replaces a buffer, its sequences being longer than what it knows
+        "LlamaForCausalLM", DENSE, max_position_embeddings=8,
+        rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+    ),
     "mistral": tiny("MistralForCausalLM", DENSE, sliding_window=4),
     "qwen2": tiny("Qwen2ForCausalLM", DENSE),
     "qwen3": tiny("Qwen3ForCausalLM", DENSE),
@@ -97,7 +101,7 @@ ZOO = {
         "Llama4ForCausalLM", DENSE, LOCAL_EXPERTS, intermediate_size_mlp=48, interleave_moe_layer_step=2,
         attention_chunk_size=8,
     ),
-    "gpt_oss": tiny("GptOssForCausalLM", DENSE, LOCAL_EXPERTS, SLIDING),
+    "gpt_oss": tiny("GptOssForCausalLM", DENSE, LOCAL_EXPERTS, SLIDING, experts_implementation="grouped_mm"),
     # state spaces, alone and with attention
     "mamba": tiny("MambaForCausalLM", TEXT, state_size=4),
     "mamba2": tiny("Mamba2ForCausalLM", TEXT, state_size=4, num_heads=4, head_dim=16, n_groups=1, chunk_size=8),
@@ -111,7 +115,7 @@ ZOO = {
         layers_block_type=["mamba", "attention", "moe", "mlp"], mamba_num_heads=4, mamba_head_dim=16, n_groups=1,
         chunk_size=8, moe_shared_expert_intermediate_size=16,
     ),
-    "zamba2": tiny(  # one block of attention for all layers
+    "zamba2": tiny(  # one set of weights for the attention of all layers
         "Zamba2ForCausalLM", TEXT, num_hidden_layers=4, intermediate_size=48, num_key_value_heads=4,
         attention_head_dim=16, layers_block_type=["mamba", "hybrid"] * 2, num_mem_blocks=1, adapter_rank=4,
         n_mamba_heads=4, mamba_headdim=16, mamba_d_state=4, mamba_ngroups=1, chunk_size=8,
@@ -121,6 +125,15 @@ ZOO = {
     "modernbert": tiny(
         "ModernBertForMaskedLM", TEXT, intermediate_size=48, local_attention=4, mlp_dropout=0.1, cls_token_id=3,
         sep_token_id=4,
+    ),
+    "big_bird": tiny(  # shuffles blocks by numpy's random numbers, layer by layer
+        "BigBirdForMaskedLM", TEXT, intermediate_size=48, attention_type="block_sparse", block_size=1,
+        num_random_blocks=1,
+    ),
+    "wav2vec2_conformer": tiny(  # counts batches in its layers
+        "Wav2Vec2ConformerForCTC", TEXT, intermediate_size=48, conv_dim=[16, 16], conv_kernel=[4, 2], conv_stride=[4, 2],
+        num_feat_extract_layers=2, num_conv_pos_embeddings=4, num_conv_pos_embedding_groups=2, mask_time_length=2,
+        mask_time_prob=0.3, layerdrop=0.0,
     ),
     "t5": tiny(
         "T5ForConditionalGeneration", SPECIAL, vocab_size=VOCAB, d_model=32, d_kv=8, d_ff=48, num_layers=2,
@@ -146,7 +159,7 @@ ZOO = {
 
 
 def batch(name, **more):
-    """Return the inputs of a model of the zoo, with labels; a cache is used where that is the model's default."""
+    """Return the inputs of a model of the zoo, with labels; a decoder fills a cache unless built with `use_cache=False`."""
     return BATCHES.get(name, words)() | more
 
 
@@ -158,6 +171,11 @@ def words():
 def sound():
     features = torch.randn(BATCH_SIZE, 8, 2 * SEQ_LENGTH, generator=_generator())
     return {"input_features": features, "labels": _ids()}
+
+
+def wave():
+    waves = torch.randn(BATCH_SIZE, 8 * (2 * SEQ_LENGTH + 1), generator=_generator())
+    return {"input_values": waves, "labels": _ids()}
 
 
 def image():
@@ -190,17 +208,18 @@ def _generator():
     return torch.Generator().manual_seed(1)
 
 
-BATCHES = {"whisper": sound, "llava": image, "qwen2_5_vl": image_of_patches}
+BATCHES = {"wav2vec2_conformer": wave, "whisper": sound, "llava": image, "qwen2_5_vl": image_of_patches}
 """What those models are trained with that want more than words."""
 
 
 def train_step(model, inputs, seed=0):
-    """Return the loss and every parameter's gradient of one step; all random numbers come from the seed."""
+    """Return the loss, every gradient and every buffer after one step; all random numbers come from the seed."""
     model.zero_grad()
     transformers.set_seed(seed)  # of Python and numpy too: Whisper masks its input by numpy's
     loss = model(**inputs).loss
     loss.backward()
-    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}}
+    gradients = {name: p.grad for name, p in model.named_parameters()}
+    return {"loss": loss.detach()} | gradients | {name: b.clone() for name, b in model.named_buffers()}
 
 
 def differing(one, other):

@@ -7,7 +7,7 @@ every two matrix products save the first, save every attention, recompute the re
 
 Torch keeps the output of a saved operation and gives it out again in the recomputation, where the layer writes to it
 a second time. The version counter should tell; but `aten::_unsafe_view`, by which a Linear without bias returns a
-product of more than two dimensions, has a counter of its own.
+product of three dimensions and any other matmul one of four, has a counter of its own.
 """
 
 import itertools
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import (
     noop_context_fn,
     set_checkpoint_early_stop,
 )
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tests import zoo
 
@@ -57,11 +58,11 @@ def checkpointed(layer, contexts):
 
 def plain_and_checkpointed(name, contexts):
     """Return one step of a model as it is, and one with all its layers checkpointed."""
-    inputs, model = zoo.batch(name, use_cache=False), zoo.ZOO[name]()
-    plain = zoo.train_step(zoo.ZOO[name](), inputs)
-    for layer in model.model.layers:
-        checkpointed(layer, contexts)
-    return plain, zoo.train_step(model, inputs)
+    plain, model = zoo.ZOO[name](use_cache=False), zoo.ZOO[name](use_cache=False)
+    for layer in model.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            checkpointed(layer, contexts)
+    return zoo.train_step(plain, zoo.batch(name)), zoo.train_step(model, zoo.batch(name))
 
 
 def assert_exact(name, contexts):
@@ -95,26 +96,30 @@ def skip_if_mended():
         pytest.skip("torch has mended it")
 
 
-WRITES_TO_A_PRODUCT = ["gemma3n", "gpt_oss"]
+LAYERS = {"gemma3n": "model.layers.{}.", "big_bird": "bert.encoder.layer.{}."}
+"""Models that write to a product which is viewed, and the names of their layers."""
+
 WRITES_TO_TOPK = ["mixtral", "qwen3_moe", "qwen3_next", "qwen3_5_moe"]
 
 
-@pytest.mark.parametrize("name", [*WRITES_TO_A_PRODUCT, *WRITES_TO_TOPK, "llama4"])
+@pytest.mark.parametrize("name", [*LAYERS, *WRITES_TO_TOPK, "gpt_oss", "llama4"])
 def test_saving_nothing_is_exact(name):
     """So the faults below are the policy's, not those of checkpointing these models' layers."""
     assert_exact(name, noop_context_fn)
 
 
-def test_gemma3n_has_the_right_loss_and_wrong_gradients_in_every_layer():
-    """AltUp adds the hidden states to its predictions in place, the product of a matmul in four dimensions."""
+@pytest.mark.parametrize("name", LAYERS)
+def test_the_loss_is_right_and_gradients_of_every_layer_are_wrong(name):
+    """AltUp of Gemma3n adds to its predictions in place, and sparse attention of BigBird to its context."""
     with noticing_nothing():
-        plain, selective = plain_and_checkpointed("gemma3n", saving())
+        plain, selective = plain_and_checkpointed(name, saving())
     differing = zoo.differing(plain, selective)
     if not differing:
         skip_if_mended()
     assert "loss" not in differing
-    assert all(any(key.startswith(f"model.layers.{n}.") for key in differing) for n in range(4))
-    assert max(relative_error(plain[key], selective[key]) for key in differing) > 0.1  # no rounding
+    for n in range(zoo.ZOO[name].keywords["num_hidden_layers"]):
+        of_layer = [key for key in differing if key.startswith(LAYERS[name].format(n))]
+        assert max(relative_error(plain[key], selective[key]) for key in of_layer) > 0.1  # no rounding
 
 
 def relative_error(want, got):
@@ -200,3 +205,14 @@ def test_a_saved_draw_leaves_the_generator_behind():
     if equal(plain, selective):
         skip_if_mended()
     assert not equal(plain, selective)
+
+
+def test_batch_norm_counts_the_recomputation_too():
+    """Of the plain checkpoint also: every buffer that a layer writes to is written to twice."""
+    plain, full = plain_and_checkpointed("wav2vec2_conformer", noop_context_fn)
+    differing = zoo.differing(plain, full)
+    if not differing:
+        skip_if_mended()
+    written = {key for key in plain if ".batch_norm.running_" in key or key.endswith(".num_batches_tracked")}
+    assert set(differing) == written
+    assert {full[key].item() for key in written if key.endswith(".num_batches_tracked")} == {2}
