@@ -159,7 +159,7 @@ ZOO = {
 
 
 def batch(name, **more):
-    """Return the inputs of a model of the zoo, with labels; a decoder fills a cache unless built with `use_cache=False`."""
+    """Return the inputs of a model of the zoo, with labels; most decoders fill a cache unless `use_cache=False`."""
     return BATCHES.get(name, words)() | more
 
 

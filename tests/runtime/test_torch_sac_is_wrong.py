@@ -32,6 +32,8 @@ PRODUCTS = {"aten::mm", "aten::_grouped_mm", "transformers::grouped_mm_fallback"
 SAVED = {"aten::bmm", "aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu"}
 TOPK = {"aten::topk"}
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 MUTATED = "Tensor cached during selective activation checkpoint has been mutated"
 
 
@@ -58,11 +60,11 @@ def checkpointed(layer, contexts):
 
 def plain_and_checkpointed(name, contexts):
     """Return one step of a model as it is, and one with all its layers checkpointed."""
-    plain, model = zoo.ZOO[name](use_cache=False), zoo.ZOO[name](use_cache=False)
+    plain, model, inputs = zoo.ZOO[name](), zoo.ZOO[name](), zoo.batch(name, use_cache=False)
     for layer in model.modules():
         if isinstance(layer, GradientCheckpointingLayer):
             checkpointed(layer, contexts)
-    return zoo.train_step(plain, zoo.batch(name)), zoo.train_step(model, zoo.batch(name))
+    return zoo.train_step(plain, inputs), zoo.train_step(model, inputs)
 
 
 def assert_exact(name, contexts):
