@@ -1,6 +1,7 @@
 """Golden files: one readable file a test and format, in ``__snapshots__`` beside the test."""
 
 import pytest
+import torch
 from syrupy.extensions.single_file import SingleFileSnapshotExtension, WriteMode
 
 
@@ -30,3 +31,12 @@ def golden_json(snapshot):
 @pytest.fixture
 def golden_svg(snapshot):
     return snapshot.use_extension(SvgFile)
+
+
+@pytest.fixture
+def one_thread():
+    """What tiny models take a step with soonest."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
