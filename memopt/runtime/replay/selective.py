@@ -4,6 +4,7 @@ Both modes work on the functions that Python calls, not on the operators behind 
 and a replay does without the whole function. What a kept function saves is made anew from its operands.
 """
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,8 +31,8 @@ class Result:
     outputs: Any
     """As returned, with every tensor detached."""
     need_grad: tuple[bool, ...]
-    saves: tuple[Source | Handle, ...]
-    """In order: a view of an operand, or a handle that holds its tensor."""
+    saves: tuple[Source | weakref.ref[Handle], ...]
+    """In order: a view of an operand, or the handle that holds its tensor; not the handle itself, which owns all this."""
     versions: tuple[tuple[torch.Tensor, int], ...]
     num_saves: int
     """How many saves of the region had been made when the function returned."""
@@ -46,8 +47,16 @@ class Result:
 
     def again(self) -> Any:
         """Return the outputs as the function would."""
+        if isinstance(self.outputs, torch.Tensor):
+            return self.outputs.detach().requires_grad_(self.need_grad[0])
         need_grad = iter(self.need_grad)
         return tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(next(need_grad)), self.outputs)
+
+    def forget(self) -> None:
+        """Leave what its handles hold to the replay."""
+        for save in self.saves:
+            if not isinstance(save, Source) and (handle := save()) is not None:
+                handle.value = handle.result = None
 
     def num_bytes(self) -> int:
         """Return the bytes of the storages that it keeps, each once."""
@@ -77,13 +86,12 @@ class Results:
         for number, (func, result) in enumerate(self.calls):
             if result is None:
                 continue
-            held = [save for save in result.saves if isinstance(save, Handle)]
-            if result.is_valid() and (held or result.num_saves < num_saves):
+            holds = any(not isinstance(save, Source) for save in result.saves)
+            if result.is_valid() and (holds or result.num_saves < num_saves):
                 num_bytes += result.num_bytes()
-                continue
-            self.calls[number] = (func, None)
-            for handle in held:
-                handle.value = handle.result = None
+            else:
+                self.calls[number] = (func, None)
+                result.forget()
         return num_bytes
 
     def result_of(self, number: int, func: Function) -> Result | None:
@@ -172,7 +180,7 @@ def _result(
     output: Any, operands: list[torch.Tensor], gate: list[tuple[Handle, torch.Tensor]], num_saves: int
 ) -> Result | None:
     """Return what can be kept of a call, None if it cannot: its results alias an operand, or it saves too much else."""
-    outputs = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+    outputs = _tensors(output)
     storages = _storages(outputs)
     if not outputs or any(type(t) not in _PLAIN for t in outputs) or storages.keys() & _storages(operands).keys():
         return None
@@ -181,18 +189,24 @@ def _result(
     if 2 * sum(size for key, size in others.items() if key not in storages) > sum(storages.values()):
         return None
     held = [(handle, tensor.detach()) for handle, tensor, source in saves if source is None]
-    kept = tree_map_only(torch.Tensor, torch.Tensor.detach, output)
-    tensors = [*tree_leaves(kept), *(tensor for _, tensor in held)]
+    kept = output.detach() if output is outputs[0] else tree_map_only(torch.Tensor, torch.Tensor.detach, output)
+    tensors = [*_tensors(kept), *(tensor for _, tensor in held)]
     result = Result(
         outputs=kept,
         need_grad=tuple(t.requires_grad for t in outputs),
-        saves=tuple(handle if source is None else source for handle, _, source in saves),
-        versions=tuple((t, t._version) for t in tensors if isinstance(t, torch.Tensor)),
+        saves=tuple(weakref.ref(handle) if source is None else source for handle, _, source in saves),
+        versions=tuple((t, t._version) for t in tensors),
         num_saves=num_saves,
     )
     for handle, tensor in held:
         handle.value, handle.result = tensor, result
     return result
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    if isinstance(output, torch.Tensor):
+        return [output]
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _storages(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> dict[int, int]:
