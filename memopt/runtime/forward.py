@@ -102,10 +102,8 @@ def _run_checkpointed(
     if not module.training or holds_keys(args, kwargs):
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
-    return run_checkpointed(
-        module, functools.partial(_inside_of, module, forward), args, kwargs,
-        fqn=region.fqn, policy=str(region.policy), device=device, counters=state_of(module).counters,
-    )  # fmt: skip
+    inside = functools.partial(_inside_of, module, forward)
+    return run_checkpointed(module, region, inside, args, kwargs, device=device, counters=state_of(module).counters)
 
 
 def _inside_of(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -13,6 +13,8 @@ REGION = "_memopt_region"
 """The attribute of a rewritten module's Region."""
 PREVIOUS = "_memopt_previous"
 """The attribute of the Neighbor before it in the prefetch chain."""
+HABITS = "_memopt_habits"
+"""The attribute of a checkpointed module's Habits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,21 @@ class Region:
 
     def __str__(self) -> str:
         return f"{getattr(self.policy, '__name__', self.policy)} {self.action}"
+
+
+class Habits:
+    """What a module was seen to do in its calls; a copy of the module begins without."""
+
+    __slots__ = ("known",)
+
+    def __init__(self) -> None:
+        self.known: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Habits":
+        return Habits()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Habits, ()
 
 
 class Neighbor:
@@ -50,6 +67,12 @@ class Neighbor:
 def region_of(module: nn.Module) -> Region | None:
     """Return what a module was rewritten to do, or None."""
     return module.__dict__.get(REGION)
+
+
+def habits_of(module: nn.Module) -> Habits:
+    """Return what a module was seen to do."""
+    habits: Habits = module.__dict__.setdefault(HABITS, Habits())
+    return habits
 
 
 def previous_of(module: nn.Module) -> nn.Module | None:

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 
 from memopt.errors import GraphCompileError, RewriteError
+from memopt.ir import Action
 from memopt.runtime.contract import check_target
 from memopt.runtime.forward import run_region
 from memopt.runtime.module_state import forget_state
-from memopt.runtime.region import PREVIOUS, REGION, Region, region_of
+from memopt.runtime.region import HABITS, PREVIOUS, REGION, Habits, Region, region_of
 
 _BASE = "_memopt_base"
 """The class attribute by which a generated class is known: the class that it stands in front of."""
@@ -118,6 +119,8 @@ def rewrite_module(module: nn.Module, region: Region) -> None:
         ) from error
     object.__setattr__(module, "__class__", made)
     module.__dict__[REGION] = region
+    if region.action is Action.RECOMPUTE:
+        module.__dict__[HABITS] = Habits()
 
 
 def restore_module(module: nn.Module) -> None:
@@ -126,6 +129,7 @@ def restore_module(module: nn.Module) -> None:
         object.__setattr__(module, "__class__", _without_ours(type(module)))
     module.__dict__.pop(REGION, None)
     module.__dict__.pop(PREVIOUS, None)
+    module.__dict__.pop(HABITS, None)
     forget_state(module)
 
 

@@ -18,9 +18,9 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 class Arguments:
     """What a region was called with: tensors by value, containers as they were, everything else as it is."""
 
-    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], outer: Hooks | None) -> None:
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.leaves: list[_Leaf] = []
-        self._outer = outer
+        self._outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         memo: dict[int, Any] = {}
         self._args = [self._node(value, memo) for value in args]
         self._kwargs = {name: self._node(value, memo) for name, value in kwargs.items()}
@@ -31,17 +31,18 @@ class Arguments:
             if positions is None or position in positions:
                 leaf.clone = leaf.tensor.clone()
 
-    def close(self) -> frozenset[int]:
-        """Note which tensors the region wrote to, and return their positions; let go of the other clones."""
-        written = frozenset(n for n, leaf in enumerate(self.leaves) if leaf.is_written())
+    def close(self, *, learns: bool) -> frozenset[int]:
+        """Note which tensors the region wrote to, and return their positions; a call that learns copied all of them."""
+        written = set()
         for position, leaf in enumerate(self.leaves):
-            if position in written:
+            if learns:
+                leaf.drop_clone()
+            if leaf.clone is not None or leaf.is_written():
+                written.add(position)
                 leaf.shared = any(leaf.shares_storage(other) for other in self.leaves if other is not leaf)
-            else:
-                leaf.clone = None
-                if self._outer is not None:
-                    leaf.hand_over(self._outer)
-        return written
+            elif self._outer is not None:
+                leaf.hand_over(self._outer)
+        return frozenset(written)
 
     def again(self, fqn: str) -> tuple[list[Any], dict[str, Any]]:
         """Return the arguments anew; raises SavedTensorModifiedError if one does not have its value any more."""
@@ -79,6 +80,11 @@ class _Leaf:
     def is_written(self) -> bool:
         """Tell whether the tensor has changed since."""
         return version_of(self.tensor) != self._version
+
+    def drop_clone(self) -> None:
+        """Let go of a copy if the tensor holds the same values still."""
+        if self.clone is not None and not differs(self.tensor, self._version, self.clone):
+            self.clone = None
 
     def shares_storage(self, other: "_Leaf") -> bool:
         """Tell whether two tensors lie in one storage."""
@@ -131,6 +137,11 @@ class _Branch:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to; those made in inference mode do not count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def differs(tensor: torch.Tensor, version: int, before: torch.Tensor) -> bool:
+    """Tell whether a tensor has changed since; batch_norm writes to its statistics without counting that."""
+    return version_of(tensor) != version or not torch.equal(tensor, before)
 
 
 def _children(value: Any) -> Iterator[Any]:

@@ -1,16 +1,17 @@
 """What the modules of a region carry: attributes, buffers, parameters. A replay finds them as the forward did."""
 
 import copy
-import operator
+import weakref
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from memopt.errors import SavedTensorModifiedError
-from memopt.runtime.replay.arguments import version_of
+from memopt.runtime.replay.arguments import differs, version_of
 
 _TORCH_ITSELF = frozenset(nn.Module().__dict__) - {"training"}
 """The attributes by which torch keeps parameters, buffers, children and hooks."""
@@ -21,116 +22,158 @@ Buffer = tuple[str, str]
 """(module, buffer), by name."""
 
 
+class Snapshot:
+    """What the modules of a region carry by reference; the calls of the region share it as long as it holds."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.owners = tuple(_Owner(name, child) for name, child in module.named_modules())
+        self.parameters = tuple(p for owner in self.owners for p in owner.parameters.values() if p is not None)
+        self.buffers = tuple(
+            (owner, key, b) for owner in self.owners for key, b in owner.buffers.items() if b is not None
+        )
+
+    def holds(self) -> bool:
+        """Tell whether the modules carry the very same objects still."""
+        return all(map(_Owner.is_same, self.owners))
+
+
 class Attributes:
     """The state of a region's modules when it was entered."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._owners = [_Owner(name, child) for name, child in module.named_modules()]
-        self._parameters = [(p, version_of(p)) for owner in self._owners for p in owner.parameters()]
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._snapshot = snapshot
+        self._parameter_versions = [version_of(p) for p in snapshot.parameters]
+        self._buffer_versions = [version_of(b) for _, _, b in snapshot.buffers]
+        self._clones: dict[Buffer, torch.Tensor] = {}
 
     def clone(self, buffers: Collection[Buffer] | None) -> None:
         """Copy the buffers that the region is known to write to; all of them for None."""
-        for owner in self._owners:
-            owner.clone(buffers)
+        for owner, key, buffer in self._snapshot.buffers:
+            if buffers is None or (owner.name, key) in buffers:
+                self._clones[owner.name, key] = buffer.detach().clone()
 
-    def close(self) -> frozenset[Buffer]:
+    def close(self, *, learns: bool) -> frozenset[Buffer]:
         """Note what the region changed, and let go of the rest; return the buffers that it wrote to."""
-        return frozenset(buffer for owner in self._owners for buffer in owner.close())
+        if not self._snapshot.holds():
+            self._snapshot = copy.copy(self._snapshot)
+            self._snapshot.owners = tuple(owner.without_graphs() for owner in self._snapshot.owners)
+        if learns:
+            self._drop_clones()
+        return frozenset((owner.name, key) for owner, key, _ in self._changed_buffers())
 
     def check(self, fqn: str) -> None:
-        """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
-        for parameter, version in self._parameters:
+        """Raise SavedTensorModifiedError if a parameter or buffer is not what the forward used, and no copy is there."""
+        for parameter, version in zip(self._snapshot.parameters, self._parameter_versions, strict=True):
             if (now := version_of(parameter)) != version:
                 raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, now, what="a parameter of")
+        for owner, key, buffer in self._changed_buffers():
+            if (owner.name, key) not in self._clones:
+                now = version_of(buffer)
+                raise SavedTensorModifiedError(fqn, tuple(buffer.shape), now - 1, now, what="a buffer of")
 
     @contextmanager
-    def restored(self, fqn: str) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Put the modules into the state of the entry for a while, and back into what they are now."""
-        now = [(owner.module, [dict(held) for held in _held_by(owner.module)]) for owner in self._owners]
+        now = then = self._snapshot.owners
         try:
-            for owner in self._owners:
-                owner.enter(fqn)
+            if not self._snapshot.holds():
+                now = tuple(_Owner(owner.name, owner.module) for owner in then)
+                for owner in then:
+                    owner.put()
+                    owner.put_contents()
+            for owner, key, _ in self._changed_buffers():
+                owner.module._buffers[key] = self._clones[owner.name, key].clone()
             yield
         finally:
-            for module, before in now:
-                for held, content in zip(_held_by(module), before, strict=True):
-                    _put(held, content)
+            for owner in now:
+                owner.put()
+
+    def _drop_clones(self) -> None:
+        """Let go of the copies of buffers that hold the same values still."""
+        for (owner, key, buffer), version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
+            if not differs(buffer, version, self._clones[owner.name, key]):
+                del self._clones[owner.name, key]
+
+    def _changed_buffers(self) -> "Iterator[tuple[_Owner, str, torch.Tensor]]":
+        for entry, version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
+            owner, key, buffer = entry
+            if (owner.name, key) in self._clones or version_of(buffer) != version:
+                yield entry
 
 
 class _Owner:
-    """One module of a region and what it carried."""
+    """One module of a region and what it carries."""
 
-    __slots__ = ("_attributes", "_buffers", "_children", "_clones", "_contents", "_name", "_parameters", "module")
+    __slots__ = ("_module", "attributes", "buffers", "children", "contents", "name", "parameters")
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.module = module
-        self._name = name
-        self._attributes = dict(module.__dict__)
-        self._contents = {
+        self.name = name
+        self._module = weakref.ref(module)  # the module holds all this itself, and dies when its last user lets go
+        self.attributes = dict(module.__dict__)
+        self.parameters = dict(module._parameters)
+        self.buffers = dict(module._buffers)
+        self.children = dict(module._modules)
+        self.contents = {
             key: copy.copy(value)
-            for key, value in self._attributes.items()
+            for key, value in self.attributes.items()
             if type(value) in _CONTAINERS and key not in _TORCH_ITSELF
         }
-        self._children = dict(module._modules)
-        self._parameters = dict(module._parameters)
-        self._buffers = {key: (b, version_of(b)) for key, b in module._buffers.items() if b is not None}
-        self._clones: dict[str, torch.Tensor] = {}
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the module's own parameters."""
-        return (p for p in self._parameters.values() if p is not None)
+    @property
+    def module(self) -> nn.Module:
+        """The module, which the region keeps alive."""
+        module = self._module()
+        assert module is not None
+        return module
 
-    def clone(self, buffers: Collection[Buffer] | None) -> None:
-        """Copy own buffers: those named, or all."""
-        for key, (buffer, _) in self._buffers.items():
-            if buffers is None or (self._name, key) in buffers:
-                self._clones[key] = buffer.detach().clone()
+    def is_same(self) -> bool:
+        """Tell whether the module carries the very same objects still."""
+        module = self._module()
+        return module is not None and (
+            _is_same(module.__dict__, self.attributes)
+            and _is_same(module._parameters, self.parameters)
+            and _is_same(module._buffers, self.buffers)
+            and _is_same(module._modules, self.children)
+            and (not self.contents or all(_holds_same(module.__dict__[k], v) for k, v in self.contents.items()))
+        )
 
-    def close(self) -> Iterator[Buffer]:
-        """Note what has changed; yield the buffers that were written to."""
+    def without_graphs(self) -> "_Owner":
+        """Return the same with tensors detached that the region has put others in the place of.
+
+        Those may descend from these: held with its graph, every forward would keep the one before it alive.
+        """
         now = self.module.__dict__
-        if not _is_same(now, self._attributes):
-            # What the region has put in place of a tensor may descend from it: held with its graph, every forward
-            # would keep the one before it alive.
-            for key, value in self._attributes.items():
-                if isinstance(value, torch.Tensor) and now.get(key, _MISSING) is not value:
-                    self._attributes[key] = value.detach().requires_grad_(value.requires_grad)
-        self._contents = {
-            key: content for key, content in self._contents.items() if not _holds_same(now.get(key), content)
+        made = copy.copy(self)
+        made.attributes = {
+            key: value.detach().requires_grad_(value.requires_grad)
+            if isinstance(value, torch.Tensor) and now.get(key, _MISSING) is not value
+            else value
+            for key, value in self.attributes.items()
         }
-        for key, (buffer, version) in self._buffers.items():
-            if version_of(buffer) != version:
-                yield self._name, key
-            else:
-                self._clones.pop(key, None)
+        return made
 
-    def enter(self, fqn: str) -> None:
-        """Make the module carry what it carried."""
-        _put(self.module.__dict__, self._attributes | {k: copy.copy(v) for k, v in self._contents.items()})
-        _put(self.module._modules, self._children)
-        for key, parameter in self._parameters.items():
+    def put(self) -> None:
+        """Make the module carry the very same objects again."""
+        module = self.module
+        if self.is_same():
+            return
+        _put(module.__dict__, self.attributes)
+        _put(module._modules, self.children)
+        _put(module._buffers, self.buffers)
+        for key, parameter in self.parameters.items():
             # FSDP puts sharded and unsharded parameters in each other's place, and knows when.
-            if type(parameter) is type(self.module._parameters.get(key)) is nn.Parameter:
-                self.module._parameters[key] = parameter
-        for key, (buffer, version) in self._buffers.items():
-            if key in self._clones:
-                self.module._buffers[key] = self._clones[key].clone()
-            elif version_of(buffer) != version:
-                raise SavedTensorModifiedError(
-                    fqn, tuple(buffer.shape), version, version_of(buffer), what="a buffer of"
-                )
-            elif self.module._buffers.get(key) is not buffer:
-                self.module._buffers[key] = buffer
+            if type(parameter) is type(module._parameters.get(key)) is nn.Parameter:
+                module._parameters[key] = parameter
 
-
-def _held_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    return module.__dict__, module._buffers, module._parameters, module._modules
+    def put_contents(self) -> None:
+        """Make the containers that have changed hold what they held, in copies."""
+        for key, content in self.contents.items():
+            if not _holds_same(self.attributes[key], content):
+                self.module.__dict__[key] = copy.copy(content)
 
 
 def _put(target: dict[str, Any], wanted: dict[str, Any]) -> None:
     """Make a dict hold what another does, and touch it only where it does not."""
-    if _is_same(target, wanted):
-        return
     for key in target.keys() - wanted.keys():
         del target[key]
     for key, value in wanted.items():
@@ -139,8 +182,8 @@ def _put(target: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Tell whether two dicts hold the very same objects."""
-    return len(one) == len(other) and all(one.get(key, _MISSING) is value for key, value in other.items())
+    """Tell whether two dicts hold the very same objects in the same order."""
+    return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
 
 
 def _holds_same(container: Any, content: Any) -> bool:
@@ -149,6 +192,4 @@ def _holds_same(container: Any, content: Any) -> bool:
         return False
     if isinstance(content, dict):
         return _is_same(container, content)
-    if isinstance(content, set):
-        return bool(container == content)
-    return all(map(operator.is_, container, content))
+    return bool(container == content) if isinstance(content, set) else all(map(is_, container, content))

@@ -5,14 +5,11 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 
 from memopt.errors import ReplayError
-
-if TYPE_CHECKING:
-    from memopt.runtime.replay.selective import Result
 
 Replay = Callable[["Filling"], None]
 """Runs the region's forward again, its saves going to a Filling."""
@@ -21,30 +18,57 @@ _LAST = 4
 """Of this many last saves without a gradient it is looked whether their operation fills them after it saves them."""
 
 
+class Guard(Protocol):
+    """What knows whether a tensor that was kept is still what it was."""
+
+    def is_valid(self) -> bool:
+        """Tell whether nobody has written to it."""
+
+
 class Handle:
     """What autograd holds in the place of a saved tensor; the tensor, once it is computed again, dies with it."""
 
-    __slots__ = ("__weakref__", "_looks", "frame", "result", "value")
+    __slots__ = ("__weakref__", "_device", "_dtype", "_shape", "frame", "guard", "value")
 
     def __init__(self, frame: "Frame", tensor: torch.Tensor) -> None:
         self.frame = frame
         self.value: torch.Tensor | None = None
-        self.result: Result | None = None
-        """The kept result that `value` is a part of."""
-        self._looks = _looks_of(tensor)
+        self.guard: Guard | None = None
+        """Of a value that was kept, and not computed again."""
+        self._shape = tensor.shape
+        self._dtype = tensor.dtype
+        self._device = tensor.device
+
+    def keep(self, tensor: torch.Tensor, guard: Guard) -> None:
+        """Hold a saved tensor, which then need not be computed again."""
+        self.value, self.guard = tensor, guard
+
+    def drop(self) -> None:
+        """Leave the tensor to a replay."""
+        self.value = self.guard = None
 
     def fill(self, tensor: torch.Tensor) -> None:
         """Take the tensor of a replay; raises ReplayError if it is not like the one that was dropped."""
-        if (looks := _looks_of(tensor)) != self._looks:
-            raise ReplayError(self.frame.fqn, f"saved {_told(looks)} where the forward saved {_told(self._looks)}")
+        if tensor.shape != self._shape or tensor.dtype is not self._dtype or tensor.device != self._device:
+            found = _told(tensor.shape, tensor.dtype, tensor.device)
+            saved = _told(self._shape, self._dtype, self._device)
+            raise ReplayError(self.frame.fqn, f"saved {found} where the forward saved {saved}")
         self.value = tensor.detach()
+
+
+class Tail(Protocol):
+    """What decides, outside of kept functions, which saves to keep after all."""
+
+    def note(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Look at one save, in order."""
 
 
 class Frame:
     """The saves of one region in one forward call. Handles own it."""
 
-    def __init__(self, fqn: str, *, learns: bool) -> None:
+    def __init__(self, fqn: str, *, learns: bool, tail: "Tail | None" = None) -> None:
         self.fqn = fqn
+        self.tail = tail
         self.replay: Replay | None = None
         """Set when the region is left; before that there is nothing to read."""
         self.gate: list[tuple[Handle, torch.Tensor]] | None = None
@@ -67,11 +91,13 @@ class Frame:
             self._last.append((tensor, tensor.clone()))
         if self.gate is not None:
             self.gate.append((handle, tensor))
+        elif self.tail is not None:
+            self.tail.note(handle, tensor)
         return handle
 
     def close(self, replay: Replay, *, stops_early: bool) -> None:
         """Note how to replay the region, now that its forward has ended, and whether up to the last save will do."""
-        self._last = None
+        self._last = self.tail = None
         self._stops_early = stops_early
         self.replay = replay
 
@@ -82,8 +108,8 @@ class Frame:
     def value_of(self, handle: Handle) -> torch.Tensor:
         """Return a saved tensor, computed again with all that is missing around it."""
         with self._lock:
-            if handle.result is not None and not handle.result.is_valid():
-                handle.result = handle.value = None
+            if handle.guard is not None and not handle.guard.is_valid():
+                handle.drop()
             if handle.value is None:
                 self._replay()
             if handle.value is None:
@@ -126,6 +152,11 @@ class Filling:
         if not self._missing and self._position - 1 == self._last:
             raise _Filled(self)
 
+    def end_if_filled(self) -> None:
+        """End the replay where nothing is missing and no operation is under way."""
+        if not self._missing:
+            raise _Filled(self)
+
     @contextmanager
     def stopping(self) -> Iterator[None]:
         """End the body as soon as nothing is missing any more."""
@@ -156,10 +187,5 @@ def _clear(refs: list["weakref.ref[Handle]"]) -> None:
             handle.value = None
 
 
-def _looks_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.dtype, tensor.device
-
-
-def _told(looks: tuple[Any, ...]) -> str:
-    shape, dtype, device = looks
+def _told(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
     return f"a {str(dtype).removeprefix('torch.')} tensor of shape {list(shape)} on {device}"

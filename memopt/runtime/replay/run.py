@@ -1,6 +1,5 @@
 """The forward of a checkpointed region: drop what is saved, remember how to compute it again."""
 
-import weakref
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -11,8 +10,9 @@ from torch import nn
 
 from memopt.ir import OP_POLICIES
 from memopt.runtime.counters import Counters
+from memopt.runtime.region import Region, habits_of
 from memopt.runtime.replay.arguments import Arguments
-from memopt.runtime.replay.attributes import Attributes, Buffer
+from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
 from memopt.runtime.replay.frame import Filling, Frame, unpack
 from memopt.runtime.replay.hooks import HookRecord
 from memopt.runtime.replay.selective import Keeping, Results, Standing
@@ -22,7 +22,7 @@ Forward = Callable[..., Any]
 
 
 @dataclass(slots=True)
-class Habits:
+class Known:
     """What a region was seen to do. What it writes to is copied at the entry of every further call; at the first, all is."""
 
     arguments: frozenset[int] | None = None
@@ -31,24 +31,23 @@ class Habits:
     """By the number of saves of a forward, whether its replay may end with the last of them."""
     learns: bool = True
     """Whether the next call finds that out."""
-
-
-_HABITS: weakref.WeakKeyDictionary[nn.Module, Habits] = weakref.WeakKeyDictionary()
+    snapshot: Snapshot | None = None
 
 
 def run_checkpointed(
     module: nn.Module,
+    region: Region,
     forward: Forward,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     *,
-    fqn: str,
-    policy: str,
     device: torch.device,
     counters: Counters,
 ) -> Any:
     """Call a region's forward without saving for backward what can be computed again; gradients stay exact."""
-    call = _Call(module, forward, args, kwargs, fqn=fqn, policy=policy, device=device, counters=counters)
+    habits = habits_of(module)
+    known = habits.known = habits.known or Known()
+    call = _Call(module, region, forward, Arguments(args, kwargs), known, device=device, counters=counters)
     return call.run(args, kwargs)
 
 
@@ -58,52 +57,56 @@ class _Call:
     def __init__(
         self,
         module: nn.Module,
+        region: Region,
         forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        arguments: Arguments,
+        known: Known,
         *,
-        fqn: str,
-        policy: str,
         device: torch.device,
         counters: Counters,
     ) -> None:
         self._module = module
         self._forward = forward
-        self._fqn = fqn
+        self._fqn = region.fqn
         self._counters = counters
-        self._arguments = Arguments(args, kwargs, torch._C._autograd._top_saved_tensors_default_hooks(True))
-        self._attributes = Attributes(module)
-        self._surroundings = Surroundings({device, *(leaf.tensor.device for leaf in self._arguments.leaves)})
+        self._known = known
+        if known.snapshot is None or not known.snapshot.holds():
+            known.snapshot = Snapshot(module)
+        self._arguments = arguments
+        self._attributes = Attributes(known.snapshot)
+        self._surroundings = Surroundings({device, *(leaf.tensor.device for leaf in arguments.leaves)})
         self._hooks = HookRecord(module)
-        self._results = Results(OP_POLICIES[policy], fqn) if policy != "full" else None
+        policy = OP_POLICIES[str(region.policy)]
+        self._results = Results(policy, region.fqn) if policy.always or policy.alternate else None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward for the first time."""
-        habits = _HABITS.get(self._module) or Habits()
-        self._arguments.clone(habits.arguments)
-        self._attributes.clone(habits.buffers)
-        frame = Frame(self._fqn, learns=habits.learns)
+        self._arguments.clone(self._known.arguments)
+        self._attributes.clone(self._known.buffers)
+        frame = Frame(self._fqn, learns=self._known.learns, tail=self._results)
         with (
             self._hooks.recording(),
             torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack),
             Keeping(self._results, frame) if self._results else nullcontext(),
         ):
             output = self._forward(*args, **kwargs)
-        self._close(frame, habits)
+        self._close(frame)
         return output
 
-    def _close(self, frame: Frame, habits: Habits) -> None:
+    def _close(self, frame: Frame) -> None:
+        known = self._known
         self._surroundings.close()
-        habits.arguments = (habits.arguments or frozenset()) | self._arguments.close()
-        habits.buffers = (habits.buffers or frozenset()) | self._attributes.close()
-        if habits.learns:
-            habits.stops_early[frame.num_saves] = not frame.fills_late()
-        habits.learns = frame.num_saves not in habits.stops_early
-        _HABITS[self._module] = habits
+        written = self._arguments.close(learns=known.arguments is None)
+        known.arguments = written | (known.arguments or frozenset())
+        changed = self._attributes.close(learns=known.buffers is None)
+        known.buffers = changed | (known.buffers or frozenset())
+        if known.learns:
+            known.stops_early[frame.num_saves] = not frame.fills_late()
+        known.learns = frame.num_saves not in known.stops_early
         self._counters.checkpointed_calls += 1
         if self._results:
             self._counters.kept_results_bytes += self._results.close(frame.num_saves)
-        frame.close(self.replay, stops_early=habits.stops_early.get(frame.num_saves, False))
+        frame.close(self.replay, stops_early=known.stops_early.get(frame.num_saves, False))
 
     def replay(self, filling: Filling) -> None:
         """Run the forward again, its saves going to a filling; nothing else may notice."""
@@ -112,7 +115,7 @@ class _Call:
         with ExitStack() as stack:
             stack.enter_context(filling.stopping())
             stack.enter_context(self._surroundings.restored())
-            stack.enter_context(self._attributes.restored(self._fqn))
+            stack.enter_context(self._attributes.restored())
             stack.enter_context(self._hooks.replaying())
             stack.enter_context(torch.enable_grad())
             args, kwargs = self._arguments.again(self._fqn)

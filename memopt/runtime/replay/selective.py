@@ -5,7 +5,7 @@ and a replay does without the whole function. What a kept function saves is made
 """
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,14 +14,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memopt.errors import ReplayError
-from memopt.ir import OpPolicy
+from memopt.ir import Family, OpPolicy
 from memopt.operands import Source, operands_of, source_of
 from memopt.operations import FINDERS, cheap, draws, family_of
 from memopt.runtime.replay.frame import Filling, Frame, Handle
 from memopt.tensors import storage_key
 
 Function = Callable[..., Any]
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+MAX_TAIL_TENSOR_BYTES = 1 << 20
+"""How large a save at the end of a region may be to be kept: indices and weights of a router are, activations are not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -56,49 +58,93 @@ class Result:
         """Leave what its handles hold to the replay."""
         for save in self.saves:
             if not isinstance(save, Source) and (handle := save()) is not None:
-                handle.value = handle.result = None
+                handle.drop()
 
-    def num_bytes(self) -> int:
-        """Return the bytes of the storages that it keeps, each once."""
-        storages = [tensor.untyped_storage() for tensor, _ in self.versions]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    def holds(self) -> bool:
+        """Tell whether it holds something that the function saved itself."""
+        return any(not isinstance(save, Source) for save in self.saves)
+
+
+@dataclass(slots=True, eq=False)
+class Held:
+    """A small save, or one on a kept result, as it was saved."""
+
+    tensor: torch.Tensor
+    version: int
+    result: Result | None
+
+    def is_valid(self) -> bool:
+        """Tell whether nobody has written to it since."""
+        return self.tensor._version == self.version and (self.result is None or self.result.is_valid())
 
 
 class Results:
-    """The results of one region call, in the order of the calls of all functions that the policy names."""
+    """The results of one region call, in the order of the calls of all functions that the policy names.
+
+    Its tail is kept too: the last saves, as long as they are small or lie on kept results. The replay ends before them.
+    """
 
     def __init__(self, policy: OpPolicy, fqn: str) -> None:
         self.policy = policy
         self.calls: list[tuple[Function, Result | None]] = []
+        self._by_storage: dict[int, Result] = {}
+        self._tail: list[weakref.ref[Handle]] = []
         self._fqn = fqn
         self._num_alternating = 0
 
-    def wants(self, family: Any) -> bool:
+    def wants(self, family: Family) -> bool:
         """Tell whether the policy keeps the next result of a family that it names."""
         if family in self.policy.always:
             return True
         self._num_alternating += 1
         return self._num_alternating % 2 == 1
 
+    def add(self, func: Function, result: Result | None) -> None:
+        """Note a call of a function that the policy names, and its result where that is kept."""
+        self.calls.append((func, result))
+        if result is not None:
+            self._by_storage |= {storage_key(tensor): result for tensor, _ in result.versions}
+            if any(isinstance(save, Source) for save in result.saves):
+                self._drop_tail()
+
+    def note(self, handle: Handle, tensor: torch.Tensor) -> None:
+        """Keep a save outside of kept functions for the time being, or give up those before it."""
+        if type(tensor) in PLAIN and tensor.layout is torch.strided:
+            result = self._by_storage.get(storage_key(tensor))
+            if result is not None or tensor.untyped_storage().nbytes() <= MAX_TAIL_TENSOR_BYTES:
+                held = tensor.detach()
+                handle.keep(held, Held(held, held._version, result))
+                self._tail.append(weakref.ref(handle))
+                return
+        self._drop_tail()
+
     def close(self, num_saves: int) -> int:
-        """Drop what was written to, or what no later save of the region depends on; return the bytes that stay."""
-        num_bytes = 0
+        """Drop what was written to, or what nothing in the replay depends on; return the bytes that stay."""
+        held = [handle.guard for ref in self._tail if (handle := ref()) is not None]
+        used = {id(guard.result) for guard in held if isinstance(guard, Held)}
+        kept: dict[int, int] = _storages(guard.tensor for guard in held if isinstance(guard, Held))
         for number, (func, result) in enumerate(self.calls):
             if result is None:
                 continue
-            holds = any(not isinstance(save, Source) for save in result.saves)
-            if result.is_valid() and (holds or result.num_saves < num_saves):
-                num_bytes += result.num_bytes()
+            if result.is_valid() and (result.holds() or id(result) in used or result.num_saves < num_saves - len(held)):
+                kept |= _storages(tensor for tensor, _ in result.versions)
             else:
                 self.calls[number] = (func, None)
                 result.forget()
-        return num_bytes
+        self._by_storage.clear()
+        return sum(kept.values())
 
     def result_of(self, number: int, func: Function) -> Result | None:
         """Return what the call of a replay may stand for; raises ReplayError where another function was called."""
         if number >= len(self.calls) or self.calls[number][0] is not func:
             raise ReplayError(self._fqn, f"called {getattr(func, '__name__', func)!r} where the forward did not")
         return self.calls[number][1]
+
+    def _drop_tail(self) -> None:
+        for ref in self._tail:
+            if (handle := ref()) is not None:
+                handle.drop()
+        self._tail.clear()
 
 
 class Keeping(TorchFunctionMode):
@@ -122,7 +168,7 @@ class Keeping(TorchFunctionMode):
             output, result = self._call(func, args, kwargs)
         else:
             output = func(*args, **kwargs)
-        self._results.calls.append((func, result))
+        self._results.add(func, result)
         return output
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Result | None]:
@@ -174,6 +220,7 @@ class Standing(TorchFunctionMode):
                     self._filling.pack(save.view_of(operands))
                 else:
                     self._filling.skip()
+        self._filling.end_if_filled()
 
 
 def _result(
@@ -182,7 +229,7 @@ def _result(
     """Return what can be kept of a call, None if it cannot: its results alias an operand, or it saves too much else."""
     outputs = _tensors(output)
     storages = _storages(outputs)
-    if not outputs or any(type(t) not in _PLAIN for t in outputs) or storages.keys() & _storages(operands).keys():
+    if not outputs or any(type(t) not in PLAIN for t in outputs) or storages.keys() & _storages(operands).keys():
         return None
     saves = [(handle, tensor, source_of(tensor, operands)) for handle, tensor in gate]
     others = _storages(tensor for _, tensor, source in saves if source is None)
@@ -199,7 +246,7 @@ def _result(
         num_saves=num_saves,
     )
     for handle, tensor in held:
-        handle.value, handle.result = tensor, result
+        handle.keep(tensor, result)
     return result
 
 
@@ -209,6 +256,6 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _storages(tensors: Iterator[torch.Tensor] | list[torch.Tensor]) -> dict[int, int]:
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return the storages of tensors with their bytes."""
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
