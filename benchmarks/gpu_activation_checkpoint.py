@@ -82,7 +82,7 @@ def kernels(mode, model, batch):
             torch.cuda.synchronize()
     rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
     total = sum(row.self_device_time_total for row in rows)
-    longest = {row.key[:80]: (round(row.self_device_time_total / 1e3, 1), row.count) for row in rows[:14]}
+    longest = [(row.key[:160], round(row.self_device_time_total / 1e3, 1), row.count) for row in rows[:30]]
     return {"device_ms": total / 1e3, "longest": longest}
 
 
