@@ -14,7 +14,7 @@ from memopt.errors import ReplayError
 Replay = Callable[["Filling"], None]
 """Runs the region's forward again, its saves going to a Filling."""
 
-_LAST = 4
+_LAST = 16
 """Of this many last saves without a gradient it is looked whether their operation fills them after it saves them."""
 
 
@@ -62,6 +62,10 @@ class Tail(Protocol):
     def note(self, handle: Handle, tensor: torch.Tensor) -> None:
         """Look at one save, in order."""
 
+    @property
+    def tail_length(self) -> int:
+        """How many of the last saves are kept."""
+
 
 class Frame:
     """The saves of one region in one forward call. Handles own it."""
@@ -75,7 +79,8 @@ class Frame:
         """What is saved inside an expensive function, while one runs."""
         self._handles: list[weakref.ref[Handle]] = []
         self._last: deque[tuple[torch.Tensor, torch.Tensor]] | None = deque(maxlen=_LAST) if learns else None
-        self._stops_early = False
+        self._last_needed: int | None = None
+        """The save with which a replay may end, None where it is not known that nothing is filled after it."""
         self._lock = threading.RLock()
 
     @property
@@ -97,8 +102,9 @@ class Frame:
 
     def close(self, replay: Replay, *, stops_early: bool) -> None:
         """Note how to replay the region, now that its forward has ended, and whether up to the last save will do."""
+        num_kept = self.tail.tail_length if self.tail is not None else 0
+        self._last_needed = self.num_saves - num_kept - 1 if stops_early else None
         self._last = self.tail = None
-        self._stops_early = stops_early
         self.replay = replay
 
     def fills_late(self) -> bool:
@@ -121,8 +127,7 @@ class Frame:
             raise ReplayError(self.fqn, "cannot begin, for the forward has not ended: backward runs inside of it")
         handles = {n: handle for n, ref in enumerate(self._handles) if (handle := ref()) is not None}
         missing = {n: handle for n, handle in handles.items() if handle.value is None}
-        last = len(self._handles) - 1 if self._stops_early else None
-        self.replay(Filling(missing, last))
+        self.replay(Filling(missing, self._last_needed))
         if torch._C._current_graph_task_id() != -1:
             refs = [weakref.ref(handle) for handle in missing.values()]
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _clear(refs))  # type: ignore[attr-defined]
@@ -149,7 +154,7 @@ class Filling:
     def skip(self) -> None:
         """Pass over one save that needs no tensor; end the replay where nothing comes after it."""
         self._position += 1
-        if not self._missing and self._position - 1 == self._last:
+        if not self._missing and self._last is not None and self._position > self._last:
             raise _Filled(self)
 
     def end_if_filled(self) -> None:

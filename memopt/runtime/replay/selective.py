@@ -81,7 +81,8 @@ class Held:
 class Results:
     """The results of one region call, in the order of the calls of all functions that the policy names.
 
-    Its tail is kept too: the last saves, as long as they are small or lie on kept results. The replay ends before them.
+    Its tail is kept too: the last saves, as long as they are small, lie on kept results, or take no more than the last
+    result, which then need not stay. The replay ends before them.
     """
 
     def __init__(self, policy: OpPolicy, fqn: str) -> None:
@@ -89,6 +90,7 @@ class Results:
         self.calls: list[tuple[Function, Result | None]] = []
         self._by_storage: dict[int, Result] = {}
         self._tail: list[weakref.ref[Handle]] = []
+        self._tail_budget_bytes = 0
         self._fqn = fqn
         self._num_alternating = 0
 
@@ -106,17 +108,29 @@ class Results:
             self._by_storage |= {storage_key(tensor): result for tensor, _ in result.versions}
             if any(isinstance(save, Source) for save in result.saves):
                 self._drop_tail()
+                self._tail_budget_bytes = (
+                    0 if result.holds() else sum(_storages(t for t, _ in result.versions).values())
+                )
 
     def note(self, handle: Handle, tensor: torch.Tensor) -> None:
         """Keep a save outside of kept functions for the time being, or give up those before it."""
         if type(tensor) in PLAIN and tensor.layout is torch.strided:
             result = self._by_storage.get(storage_key(tensor))
-            if result is not None or tensor.untyped_storage().nbytes() <= MAX_TAIL_TENSOR_BYTES:
+            num_bytes = tensor.untyped_storage().nbytes()
+            fits = num_bytes <= self._tail_budget_bytes
+            if result is not None or num_bytes <= MAX_TAIL_TENSOR_BYTES or fits:
+                if result is None and num_bytes > MAX_TAIL_TENSOR_BYTES:
+                    self._tail_budget_bytes -= num_bytes
                 held = tensor.detach()
                 handle.keep(held, Held(held, held._version, result))
                 self._tail.append(weakref.ref(handle))
                 return
         self._drop_tail()
+
+    @property
+    def tail_length(self) -> int:
+        """How many of the last saves are kept."""
+        return len(self._tail)
 
     def close(self, num_saves: int) -> int:
         """Drop what was written to, or what nothing in the replay depends on; return the bytes that stay."""
@@ -126,7 +140,9 @@ class Results:
         for number, (func, result) in enumerate(self.calls):
             if result is None:
                 continue
-            if result.is_valid() and (result.holds() or id(result) in used or result.num_saves < num_saves - len(held)):
+            if result.is_valid() and (
+                result.holds() or id(result) in used or result.num_saves < num_saves - self.tail_length
+            ):
                 kept |= _storages(tensor for tensor, _ in result.versions)
             else:
                 self.calls[number] = (func, None)
@@ -145,6 +161,7 @@ class Results:
             if (handle := ref()) is not None:
                 handle.drop()
         self._tail.clear()
+        self._tail_budget_bytes = 0
 
 
 class Keeping(TorchFunctionMode):
