@@ -1,7 +1,10 @@
-"""One call of a checkpointed region: what it dropped, and how that is computed again."""
+"""One call of a checkpointed region: what it dropped, and how that is computed again.
+
+Autograd holds a handle for each saved tensor. Thousands of them live at the end of a forward, and Python's collector
+looks at every one, so that they are as bare as can be: what there is to know lies in the frame, by position.
+"""
 
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,135 +29,149 @@ class Guard(Protocol):
 
 
 class Handle:
-    """What autograd holds in the place of a saved tensor; the tensor, once it is computed again, dies with it."""
+    """What autograd holds in the place of a saved tensor; what is computed again for it dies with it."""
 
-    __slots__ = ("__weakref__", "_device", "_dtype", "_shape", "frame", "guard", "value")
+    __slots__ = ("frame", "position")
 
-    def __init__(self, frame: "Frame", tensor: torch.Tensor) -> None:
+    def __init__(self, frame: "Frame", position: int) -> None:
         self.frame = frame
-        self.value: torch.Tensor | None = None
-        self.guard: Guard | None = None
-        """Of a value that was kept, and not computed again."""
-        self._shape = tensor.shape
-        self._dtype = tensor.dtype
-        self._device = tensor.device
+        self.position = position
 
-    def keep(self, tensor: torch.Tensor, guard: Guard) -> None:
-        """Hold a saved tensor, which then need not be computed again."""
-        self.value, self.guard = tensor, guard
-
-    def drop(self) -> None:
-        """Leave the tensor to a replay."""
-        self.value = self.guard = None
-
-    def fill(self, tensor: torch.Tensor) -> None:
-        """Take the tensor of a replay; raises ReplayError if it is not like the one that was dropped."""
-        if tensor.shape != self._shape or tensor.dtype is not self._dtype or tensor.device != self._device:
-            found = _told(tensor.shape, tensor.dtype, tensor.device)
-            saved = _told(self._shape, self._dtype, self._device)
-            raise ReplayError(self.frame.fqn, f"saved {found} where the forward saved {saved}")
-        self.value = tensor.detach()
-
-
-class Tail(Protocol):
-    """What decides, outside of kept functions, which saves to keep after all."""
-
-    def note(self, handle: Handle, tensor: torch.Tensor) -> None:
-        """Look at one save, in order."""
-
-    @property
-    def tail_length(self) -> int:
-        """How many of the last saves are kept."""
+    def __del__(self) -> None:
+        self.frame.release(self.position)
 
 
 class Frame:
-    """The saves of one region in one forward call. Handles own it."""
+    """The saves of one region in one forward call. Handles own it, and it knows them by position only."""
 
-    def __init__(self, fqn: str, *, learns: bool, tail: "Tail | None" = None) -> None:
+    def __init__(self, fqn: str) -> None:
         self.fqn = fqn
-        self.tail = tail
-        self.replay: Replay | None = None
-        """Set when the region is left; before that there is nothing to read."""
-        self.gate: list[tuple[Handle, torch.Tensor]] | None = None
-        """What is saved inside an expensive function, while one runs."""
-        self._handles: list[weakref.ref[Handle]] = []
-        self._last: deque[tuple[torch.Tensor, torch.Tensor]] | None = deque(maxlen=_LAST) if learns else None
+        self.learned: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
+        """In a call that learns, the last saves without a gradient and what was in them."""
+        self._looks: list[int] = []
+        self._values: list[torch.Tensor | None] = []
+        self._guards: dict[int, Guard] = {}
+        """Of the values that were kept, and not computed again."""
+        self._released: set[int] = set()
+        self._replay: Replay | None = None
         self._last_needed: int | None = None
-        """The save with which a replay may end, None where it is not known that nothing is filled after it."""
         self._lock = threading.RLock()
 
     @property
     def num_saves(self) -> int:
         """How many tensors the forward saved so far."""
-        return len(self._handles)
+        return len(self._looks)
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Drop one saved tensor: the hook that autograd calls in the region's forward."""
-        handle = Handle(self, tensor)
-        self._handles.append(weakref.ref(handle))
-        if self._last is not None and not tensor.requires_grad:
-            self._last.append((tensor, tensor.clone()))
-        if self.gate is not None:
-            self.gate.append((handle, tensor))
-        elif self.tail is not None:
-            self.tail.note(handle, tensor)
-        return handle
+        looks = self._looks
+        looks.append(hash((tensor.shape, tensor.dtype)))
+        return Handle(self, len(looks) - 1)
 
-    def close(self, replay: Replay, *, stops_early: bool) -> None:
-        """Note how to replay the region, now that its forward has ended, and whether up to the last save will do."""
-        num_kept = self.tail.tail_length if self.tail is not None else 0
-        self._last_needed = self.num_saves - num_kept - 1 if stops_early else None
-        self._last = self.tail = None
-        self.replay = replay
+    def pack_and_learn(self, tensor: torch.Tensor) -> Handle:
+        """Drop one saved tensor, in a call that learns."""
+        if not tensor.requires_grad:
+            self.learned.append((tensor, tensor.clone()))
+        return self.pack(tensor)
 
     def fills_late(self) -> bool:
         """Tell, in a call that learns, whether one of the last saves was filled after it was made: RReLU's noise is."""
-        return any(not torch.equal(tensor, before) for tensor, before in self._last or ())
+        return any(not torch.equal(tensor, before) for tensor, before in self.learned)
 
-    def value_of(self, handle: Handle) -> torch.Tensor:
+    def keep(self, position: int, tensor: torch.Tensor, guard: Guard) -> None:
+        """Hold a saved tensor, which then need not be computed again."""
+        if position not in self._released:
+            self._make_room()
+            self._values[position] = tensor
+            self._guards[position] = guard
+
+    def drop(self, position: int) -> None:
+        """Leave a tensor that was kept to the replay."""
+        if self._guards.pop(position, None) is not None:
+            self._values[position] = None
+
+    def guard_of(self, position: int) -> Guard | None:
+        """Return what guards a kept tensor that is still wanted."""
+        return self._guards.get(position)
+
+    def release(self, position: int) -> None:
+        """Note that nobody wants a saved tensor any more. May run in any thread, even inside the collector."""
+        self._released.add(position)
+        if position < len(self._values):
+            self._values[position] = None
+        self._guards.pop(position, None)
+
+    def close(self, replay: Replay, *, last_needed: int | None) -> None:
+        """Note how to replay the region, now that its forward has ended.
+
+        With the save `last_needed` a replay may end at once; None where an operation may fill it after that.
+        """
+        self.learned.clear()
+        self._make_room()
+        self._replay = replay
+        self._last_needed = last_needed
+
+    def value_of(self, position: int) -> torch.Tensor:
         """Return a saved tensor, computed again with all that is missing around it."""
         with self._lock:
-            if handle.guard is not None and not handle.guard.is_valid():
-                handle.drop()
-            if handle.value is None:
-                self._replay()
-            if handle.value is None:
+            self._make_room()
+            if (guard := self._guards.get(position)) is not None and not guard.is_valid():
+                self.drop(position)
+            if self._values[position] is None:
+                self._fill()
+            value = self._values[position]
+            if value is None:
                 raise ReplayError(self.fqn, "saved less than the forward did")
-            return handle.value
+            return value
 
-    def _replay(self) -> None:
-        if self.replay is None:
+    def fill(self, position: int, tensor: torch.Tensor) -> None:
+        """Take the tensor of a replay; raises ReplayError if it is not like the one that was dropped."""
+        if hash((tensor.shape, tensor.dtype)) != self._looks[position]:
+            found = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
+            raise ReplayError(self.fqn, f"saved {found} where the forward saved another")
+        if position not in self._released:
+            self._values[position] = tensor.detach()
+
+    def _make_room(self) -> None:
+        self._values += [None] * (len(self._looks) - len(self._values))
+
+    def _fill(self) -> None:
+        if self._replay is None:
             raise ReplayError(self.fqn, "cannot begin, for the forward has not ended: backward runs inside of it")
-        handles = {n: handle for n, ref in enumerate(self._handles) if (handle := ref()) is not None}
-        missing = {n: handle for n, handle in handles.items() if handle.value is None}
-        self.replay(Filling(missing, self._last_needed))
+        missing = {n for n, value in enumerate(self._values) if value is None and n not in self._released}
+        self._replay(Filling(self, missing.copy(), self._last_needed))
         if torch._C._current_graph_task_id() != -1:
-            refs = [weakref.ref(handle) for handle in missing.values()]
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: _clear(refs))  # type: ignore[attr-defined]
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._clear(missing))  # type: ignore[attr-defined]
+
+    def _clear(self, positions: set[int]) -> None:
+        """Drop what a backward has computed and, with retain_graph, may not be the last to read."""
+        for position in positions:
+            self._values[position] = None
 
 
 class Filling:
-    """One replay: give the handles that wait for it what the forward saves again, by position."""
+    """One replay: give the frame what it misses as the forward saves it again, by position."""
 
-    def __init__(self, missing: dict[int, Handle], last: int | None) -> None:
+    def __init__(self, frame: Frame, missing: set[int], last_needed: int | None) -> None:
+        self._frame = frame
         self._missing = missing
-        self._last = last
+        self._last_needed = last_needed
         self._position = 0
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take one saved tensor: the hook that autograd calls in the replay."""
         if not self._missing:
             raise _Filled(self)  # not before: the operation that saves a tensor may fill it after that
-        handle = self._missing.pop(self._position, None)
-        if handle is not None:
-            handle.fill(tensor)
+        if self._position in self._missing:
+            self._frame.fill(self._position, tensor)
+            self._missing.remove(self._position)
         self.skip()
         return tensor.detach()
 
     def skip(self) -> None:
         """Pass over one save that needs no tensor; end the replay where nothing comes after it."""
         self._position += 1
-        if not self._missing and self._last is not None and self._position > self._last:
+        if not self._missing and self._last_needed is not None and self._position > self._last_needed:
             raise _Filled(self)
 
     def end_if_filled(self) -> None:
@@ -182,15 +199,4 @@ class _Filled(BaseException):
 
 def unpack(handle: Handle) -> torch.Tensor:
     """Return what a handle stands for: the hook that autograd calls in backward."""
-    return handle.frame.value_of(handle)
-
-
-def _clear(refs: list["weakref.ref[Handle]"]) -> None:
-    """Drop what a backward has computed and, with retain_graph, may not be the last to read."""
-    for ref in refs:
-        if (handle := ref()) is not None:
-            handle.value = None
-
-
-def _told(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> str:
-    return f"a {str(dtype).removeprefix('torch.')} tensor of shape {list(shape)} on {device}"
+    return handle.frame.value_of(handle.position)

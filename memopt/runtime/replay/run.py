@@ -13,7 +13,7 @@ from memopt.runtime.counters import Counters
 from memopt.runtime.region import Region, habits_of
 from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
-from memopt.runtime.replay.frame import Filling, Frame, unpack
+from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
 from memopt.runtime.replay.hooks import HookRecord
 from memopt.runtime.replay.selective import Keeping, Results, Standing
 from memopt.runtime.replay.surroundings import Surroundings
@@ -76,18 +76,24 @@ class _Call:
         self._attributes = Attributes(known.snapshot)
         self._surroundings = Surroundings({device, *(leaf.tensor.device for leaf in arguments.leaves)})
         self._hooks = HookRecord(module)
-        policy = OP_POLICIES[str(region.policy)]
-        self._results = Results(policy, region.fqn) if policy.always or policy.alternate else None
+        self._policy = OP_POLICIES[str(region.policy)]
+        self._results: Results | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward for the first time."""
         self._arguments.clone(self._known.arguments)
         self._attributes.clone(self._known.buffers)
-        frame = Frame(self._fqn, learns=self._known.learns, tail=self._results)
+        frame = Frame(self._fqn)
+        keeping = None
+        pack: Callable[[torch.Tensor], Handle] = frame.pack_and_learn if self._known.learns else frame.pack
+        if self._policy.always or self._policy.alternate:
+            self._results = Results(self._policy, frame)
+            keeping = Keeping(self._results, frame, learns=self._known.learns)
+            pack = keeping.pack
         with (
             self._hooks.recording(),
-            torch.autograd.graph.saved_tensors_hooks(frame.pack, unpack),
-            Keeping(self._results, frame) if self._results else nullcontext(),
+            torch.autograd.graph.saved_tensors_hooks(pack, unpack),
+            keeping or nullcontext(),
         ):
             output = self._forward(*args, **kwargs)
         self._close(frame)
@@ -104,9 +110,12 @@ class _Call:
             known.stops_early[frame.num_saves] = not frame.fills_late()
         known.learns = frame.num_saves not in known.stops_early
         self._counters.checkpointed_calls += 1
+        num_needed = frame.num_saves
         if self._results:
-            self._counters.kept_results_bytes += self._results.close(frame.num_saves)
-        frame.close(self.replay, stops_early=known.stops_early.get(frame.num_saves, False))
+            num_needed = self._results.close(frame)
+            self._counters.kept_results_bytes += self._results.num_bytes(frame)
+        stops_early = known.stops_early.get(frame.num_saves, False)
+        frame.close(self.replay, last_needed=num_needed - 1 if stops_early else None)
 
     def replay(self, filling: Filling) -> None:
         """Run the forward again, its saves going to a filling; nothing else may notice."""

@@ -4,7 +4,6 @@ Both modes work on the functions that Python calls, not on the operators behind 
 and a replay does without the whole function. What a kept function saves is made anew from its operands.
 """
 
-import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -33,8 +32,8 @@ class Result:
     outputs: Any
     """As returned, with every tensor detached."""
     need_grad: tuple[bool, ...]
-    saves: tuple[Source | weakref.ref[Handle], ...]
-    """In order: a view of an operand, or the handle that holds its tensor; not the handle itself, which owns all this."""
+    saves: tuple[Source | int, ...]
+    """In order: a view of an operand, or the position of a save that is kept."""
     versions: tuple[tuple[torch.Tensor, int], ...]
     num_saves: int
     """How many saves of the region had been made when the function returned."""
@@ -54,15 +53,13 @@ class Result:
         need_grad = iter(self.need_grad)
         return tree_map_only(torch.Tensor, lambda t: t.detach().requires_grad_(next(need_grad)), self.outputs)
 
-    def forget(self) -> None:
-        """Leave what its handles hold to the replay."""
-        for save in self.saves:
-            if not isinstance(save, Source) and (handle := save()) is not None:
-                handle.drop()
+    def held(self) -> list[int]:
+        """Return the positions of what the function saved itself, and the frame holds."""
+        return [save for save in self.saves if isinstance(save, int)]
 
-    def holds(self) -> bool:
-        """Tell whether it holds something that the function saved itself."""
-        return any(not isinstance(save, Source) for save in self.saves)
+    def storages(self) -> dict[int, int]:
+        """Return the storages that it keeps, with their bytes."""
+        return _storages(tensor for tensor, _ in self.versions)
 
 
 @dataclass(slots=True, eq=False)
@@ -85,13 +82,13 @@ class Results:
     result, which then need not stay. The replay ends before them.
     """
 
-    def __init__(self, policy: OpPolicy, fqn: str) -> None:
+    def __init__(self, policy: OpPolicy, frame: Frame) -> None:
         self.policy = policy
         self.calls: list[tuple[Function, Result | None]] = []
         self._by_storage: dict[int, Result] = {}
-        self._tail: list[weakref.ref[Handle]] = []
+        self._tail: list[int] = []
         self._tail_budget_bytes = 0
-        self._fqn = fqn
+        self._fqn = frame.fqn
         self._num_alternating = 0
 
     def wants(self, family: Family) -> bool:
@@ -101,53 +98,56 @@ class Results:
         self._num_alternating += 1
         return self._num_alternating % 2 == 1
 
-    def add(self, func: Function, result: Result | None) -> None:
+    def add(self, frame: Frame, func: Function, result: Result | None) -> None:
         """Note a call of a function that the policy names, and its result where that is kept."""
         self.calls.append((func, result))
+        self._drop_tail(frame)  # the replay must come as far as this call
         if result is not None:
-            self._by_storage |= {storage_key(tensor): result for tensor, _ in result.versions}
-            if any(isinstance(save, Source) for save in result.saves):
-                self._drop_tail()
-                self._tail_budget_bytes = (
-                    0 if result.holds() else sum(_storages(t for t, _ in result.versions).values())
-                )
+            storages = result.storages()
+            self._by_storage |= dict.fromkeys(storages, result)
+            self._tail_budget_bytes = 0 if result.held() else sum(storages.values())
 
-    def note(self, handle: Handle, tensor: torch.Tensor) -> None:
+    def note(self, frame: Frame, position: int, tensor: torch.Tensor) -> None:
         """Keep a save outside of kept functions for the time being, or give up those before it."""
-        if type(tensor) in PLAIN and tensor.layout is torch.strided:
-            result = self._by_storage.get(storage_key(tensor))
-            num_bytes = tensor.untyped_storage().nbytes()
-            fits = num_bytes <= self._tail_budget_bytes
-            if result is not None or num_bytes <= MAX_TAIL_TENSOR_BYTES or fits:
-                if result is None and num_bytes > MAX_TAIL_TENSOR_BYTES:
-                    self._tail_budget_bytes -= num_bytes
-                held = tensor.detach()
-                handle.keep(held, Held(held, held._version, result))
-                self._tail.append(weakref.ref(handle))
+        if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
+            self._drop_tail(frame)
+            return
+        storage = tensor.untyped_storage()
+        result, num_bytes = self._by_storage.get(storage._cdata), storage.nbytes()
+        if result is None and num_bytes > MAX_TAIL_TENSOR_BYTES:
+            if num_bytes > self._tail_budget_bytes:
+                self._drop_tail(frame)
                 return
-        self._drop_tail()
+            self._tail_budget_bytes -= num_bytes
+        held = tensor.detach()
+        frame.keep(position, held, Held(held, held._version, result))
+        self._tail.append(position)
 
-    @property
-    def tail_length(self) -> int:
-        """How many of the last saves are kept."""
-        return len(self._tail)
+    def close(self, frame: Frame) -> int:
+        """Drop what was written to, or what nothing in the replay depends on; return how many saves are needed.
 
-    def close(self, num_saves: int) -> int:
-        """Drop what was written to, or what nothing in the replay depends on; return the bytes that stay."""
-        held = [handle.guard for ref in self._tail if (handle := ref()) is not None]
-        used = {id(guard.result) for guard in held if isinstance(guard, Held)}
-        kept: dict[int, int] = _storages(guard.tensor for guard in held if isinstance(guard, Held))
+        Those after them are the tail.
+        """
+        num_needed = frame.num_saves - len(self._tail)
+        guards = [frame.guard_of(position) for position in self._tail]
+        used = {id(guard.result) for guard in guards if isinstance(guard, Held)}
         for number, (func, result) in enumerate(self.calls):
             if result is None:
                 continue
-            if result.is_valid() and (
-                result.holds() or id(result) in used or result.num_saves < num_saves - self.tail_length
-            ):
-                kept |= _storages(tensor for tensor, _ in result.versions)
-            else:
+            is_read = bool(result.held()) or id(result) in used or result.num_saves < num_needed
+            if not is_read or not result.is_valid():
                 self.calls[number] = (func, None)
-                result.forget()
+                for position in result.held():
+                    frame.drop(position)
         self._by_storage.clear()
+        return num_needed
+
+    def num_bytes(self, frame: Frame) -> int:
+        """Return the bytes of the storages that are kept, each once."""
+        guards = [frame.guard_of(position) for position in self._tail]
+        kept = _storages(guard.tensor for guard in guards if isinstance(guard, Held))
+        for _, result in self.calls:
+            kept |= result.storages() if result is not None else {}
         return sum(kept.values())
 
     def result_of(self, number: int, func: Function) -> Result | None:
@@ -156,10 +156,9 @@ class Results:
             raise ReplayError(self._fqn, f"called {getattr(func, '__name__', func)!r} where the forward did not")
         return self.calls[number][1]
 
-    def _drop_tail(self) -> None:
-        for ref in self._tail:
-            if (handle := ref()) is not None:
-                handle.drop()
+    def _drop_tail(self, frame: Frame) -> None:
+        for position in self._tail:
+            frame.drop(position)
         self._tail.clear()
         self._tail_budget_bytes = 0
 
@@ -167,15 +166,27 @@ class Results:
 class Keeping(TorchFunctionMode):
     """Keep results while a region's forward runs."""
 
-    def __init__(self, results: Results, frame: Frame) -> None:
+    def __init__(self, results: Results, frame: Frame, *, learns: bool) -> None:
         super().__init__()
         self._results = results
         self._frame = frame
+        self._drop = frame.pack_and_learn if learns else frame.pack
+        self._gate: list[tuple[int, torch.Tensor]] | None = None
+        """What is saved inside an expensive function, while one runs."""
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """Drop one saved tensor, or keep it: the hook that autograd calls in the region's forward."""
+        handle = self._drop(tensor)
+        if self._gate is None:
+            self._results.note(self._frame, handle.position, tensor)
+        else:
+            self._gate.append((handle.position, tensor))
+        return handle
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call a function; keep what the policy names."""
         if FINDERS.get(func) is cheap:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         family = family_of(func, args, kwargs)
         if family is None or family not in self._results.policy:
@@ -185,20 +196,20 @@ class Keeping(TorchFunctionMode):
             output, result = self._call(func, args, kwargs)
         else:
             output = func(*args, **kwargs)
-        self._results.add(func, result)
+        self._results.add(self._frame, func, result)
         return output
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Result | None]:
         operands = operands_of(args, kwargs)
-        if operands is None or self._frame.gate is not None:
+        if operands is None or self._gate is not None:
             return func(*args, **kwargs), None
-        gate: list[tuple[Handle, torch.Tensor]] = []
-        self._frame.gate = gate
+        gate: list[tuple[int, torch.Tensor]] = []
+        self._gate = gate
         try:
             output = func(*args, **kwargs)
         finally:
-            self._frame.gate = None
-        return output, _result(output, operands, gate, self._frame.num_saves)
+            self._gate = None
+        return output, _result(output, operands, gate, self._frame)
 
 
 class Standing(TorchFunctionMode):
@@ -213,7 +224,7 @@ class Standing(TorchFunctionMode):
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return a kept result, or call the function."""
         if FINDERS.get(func) is cheap:
-            return func(*args, **(kwargs or {}))
+            return func(*args, **kwargs) if kwargs else func(*args)
         kwargs = kwargs or {}
         family = family_of(func, args, kwargs)
         if family is None or family not in self._results.policy:
@@ -241,29 +252,29 @@ class Standing(TorchFunctionMode):
 
 
 def _result(
-    output: Any, operands: list[torch.Tensor], gate: list[tuple[Handle, torch.Tensor]], num_saves: int
+    output: Any, operands: list[torch.Tensor], gate: list[tuple[int, torch.Tensor]], frame: Frame
 ) -> Result | None:
     """Return what can be kept of a call, None if it cannot: its results alias an operand, or it saves too much else."""
     outputs = _tensors(output)
     storages = _storages(outputs)
     if not outputs or any(type(t) not in PLAIN for t in outputs) or storages.keys() & _storages(operands).keys():
         return None
-    saves = [(handle, tensor, source_of(tensor, operands)) for handle, tensor in gate]
+    saves = [(position, tensor, source_of(tensor, operands)) for position, tensor in gate]
     others = _storages(tensor for _, tensor, source in saves if source is None)
     if 2 * sum(size for key, size in others.items() if key not in storages) > sum(storages.values()):
         return None
-    held = [(handle, tensor.detach()) for handle, tensor, source in saves if source is None]
+    held = [(position, tensor.detach()) for position, tensor, source in saves if source is None]
     kept = output.detach() if output is outputs[0] else tree_map_only(torch.Tensor, torch.Tensor.detach, output)
     tensors = [*_tensors(kept), *(tensor for _, tensor in held)]
     result = Result(
         outputs=kept,
         need_grad=tuple(t.requires_grad for t in outputs),
-        saves=tuple(weakref.ref(handle) if source is None else source for handle, _, source in saves),
+        saves=tuple(position if source is None else source for position, _, source in saves),
         versions=tuple((t, t._version) for t in tensors),
-        num_saves=num_saves,
+        num_saves=frame.num_saves,
     )
-    for handle, tensor in held:
-        handle.keep(tensor, result)
+    for position, tensor in held:
+        frame.keep(position, tensor, result)
     return result
 
 
