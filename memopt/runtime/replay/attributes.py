@@ -32,9 +32,27 @@ class Snapshot:
             (owner, key, b) for owner in self.owners for key, b in owner.buffers.items() if b is not None
         )
 
+        self._carried = self._flat()
+        self._with_contents = tuple(owner for owner in self.owners if owner.contents)
+
     def holds(self) -> bool:
-        """Tell whether the modules carry the very same objects still."""
-        return all(map(_Owner.is_same, self.owners))
+        """Tell whether the modules carry the very same objects still, under the same names."""
+        now = self._flat()
+        return (
+            len(now) == len(self._carried)
+            and all(map(is_, now, self._carried))
+            and all(map(_Owner.is_same, self._with_contents))
+        )
+
+    def _flat(self) -> list[Any]:
+        """Return the names and values of all that the modules carry. One list: this is in every call."""
+        flat: list[Any] = []
+        for owner in self.owners:
+            for held in _held_by(owner.module):
+                if held:
+                    flat += held
+                    flat += held.values()
+        return flat
 
 
 class Attributes:
@@ -128,8 +146,8 @@ class _Owner:
 
     def is_same(self) -> bool:
         """Tell whether the module carries the very same objects still."""
-        module = self._module()
-        return module is not None and (
+        module = self.module
+        return (
             _is_same(module.__dict__, self.attributes)
             and _is_same(module._parameters, self.parameters)
             and _is_same(module._buffers, self.buffers)
@@ -170,6 +188,11 @@ class _Owner:
         for key, content in self.contents.items():
             if not _holds_same(self.attributes[key], content):
                 self.module.__dict__[key] = copy.copy(content)
+
+
+def _held_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
+    attributes = module.__dict__
+    return attributes, attributes["_buffers"], attributes["_parameters"], attributes["_modules"]
 
 
 def _put(target: dict[str, Any], wanted: dict[str, Any]) -> None:
