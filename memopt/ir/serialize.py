@@ -9,7 +9,7 @@ from memopt.ir.consistency import first_fault
 from memopt.ir.graph import ModuleGraph
 from memopt.ir.plan import Decision, Plan, RegionKey
 
-PLAN_SCHEMA_VERSION = 2
+PLAN_SCHEMA_VERSION = 3
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -81,7 +81,7 @@ def _document() -> Any:
     return create_model(
         "PlanFile",
         __config__={"extra": "forbid"},
-        schema_version=(Literal[2], ...),
+        schema_version=(Literal[3], ...),
         graph=(ModuleGraph, ...),
         decisions=(list[tuple[str, str, Decision]], ...),
         prefetch_chain=(tuple[str, ...], ...),

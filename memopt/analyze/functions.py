@@ -1,0 +1,57 @@
+"""Note each call of an expensive function, and whether a replay could do with its results instead of calling it."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from memopt.analyze.arguments import tensors_in
+from memopt.analyze.observation import Function, Observation, Save
+from memopt.ir.op_policy import Family
+from memopt.operands import operands_of
+from memopt.operations import draws
+from memopt.tensors import storage_key, storage_keys
+
+
+def call_noted(
+    seen: Observation, family: Family, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call an expensive function and note what it saved, returned and took."""
+    first_save, flops = len(seen.saves), seen.flops()
+    operands = operands_of(args, kwargs)
+    seen.operands = operands or []
+    try:
+        out = func(*args, **kwargs)
+    finally:
+        seen.operands = []
+    # what inference mode made has no version, and no backward can want it
+    outputs = [tensor for tensor in tensors_in(out) if not tensor.is_inference()]
+    seen.functions.append(
+        Function(
+            family=family,
+            call=seen.active[-1].index,
+            first_save=first_save,
+            end_save=len(seen.saves),
+            flops=seen.flops() - flops,
+            outputs=tuple(tensor.detach() for tensor in outputs),
+            versions=tuple(tensor._version for tensor in outputs),
+            keepable=operands is not None
+            and not draws(func, args, kwargs)
+            and _stand_for_it(outputs, operands, seen.saves[first_save:]),
+        )
+    )
+    return out
+
+
+def is_keepable(function: Function) -> bool:
+    """Tell, at the end of the forward, whether a function's results can stand for it in a replay."""
+    written = any(now._version != then for now, then in zip(function.outputs, function.versions, strict=True))
+    return function.keepable and not written
+
+
+def _stand_for_it(outputs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], saves: Sequence[Save]) -> bool:
+    """Tell whether outputs are the function's own, and all that it saved besides its operands, but for statistics."""
+    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in outputs}
+    made = {storage_key(s.tensor): s.tensor.untyped_storage().nbytes() for s in saves if not s.is_operand}
+    statistics = sum(size for key, size in made.items() if key not in sizes)
+    return bool(sizes) and not storage_keys(operands) & sizes.keys() and 2 * statistics <= sum(sizes.values())
