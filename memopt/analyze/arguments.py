@@ -1,10 +1,26 @@
 """The tensors in whatever modules and functions are called with."""
 
+import functools
 from collections import UserDict
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.utils._pytree import tree_iter
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+def unseen(look: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Hide from the function modes of a trace what only looks at tensors: to them a layout or a storage is a call."""
+
+    @functools.wraps(look)
+    def hidden(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with torch._C.DisableTorchFunction():
+            return look(*args, **kwargs)
+
+    return hidden
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

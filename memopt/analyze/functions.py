@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from memopt.analyze.arguments import tensors_in
+from memopt.analyze.arguments import tensors_in, unseen
 from memopt.analyze.observation import Function, Observation, Save
 from memopt.ir.op_policy import Family
 from memopt.operands import operands_of
@@ -18,14 +18,13 @@ def call_noted(
 ) -> Any:
     """Call an expensive function and note what it saved, returned and took."""
     first_save, flops = len(seen.saves), seen.flops()
-    operands = operands_of(args, kwargs)
+    operands = unseen(operands_of)(args, kwargs)
     seen.operands = operands or []
     try:
         out = func(*args, **kwargs)
     finally:
         seen.operands = []
-    # what inference mode made has no version, and no backward can want it
-    outputs = [tensor for tensor in tensors_in(out) if not tensor.is_inference()]
+    results = _results(out)
     seen.functions.append(
         Function(
             family=family,
@@ -33,11 +32,11 @@ def call_noted(
             first_save=first_save,
             end_save=len(seen.saves),
             flops=seen.flops() - flops,
-            outputs=tuple(tensor.detach() for tensor in outputs),
-            versions=tuple(tensor._version for tensor in outputs),
+            outputs=results,
+            versions=tuple(result._version for result in results),
             keepable=operands is not None
             and not draws(func, args, kwargs)
-            and _stand_for_it(outputs, operands, seen.saves[first_save:]),
+            and _stand_for_it(results, operands, seen.saves[first_save:]),
         )
     )
     return out
@@ -49,6 +48,13 @@ def is_keepable(function: Function) -> bool:
     return function.keepable and not written
 
 
+@unseen
+def _results(out: Any) -> tuple[torch.Tensor, ...]:
+    """Return what a function made, without its graph; what inference mode made has no version, and no backward."""
+    return tuple(tensor.detach() for tensor in tensors_in(out) if not tensor.is_inference())
+
+
+@unseen
 def _stand_for_it(outputs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], saves: Sequence[Save]) -> bool:
     """Tell whether outputs are the function's own, and all that it saved besides its operands, but for statistics."""
     sizes = {storage_key(t): t.untyped_storage().nbytes() for t in outputs}

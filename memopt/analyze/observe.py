@@ -10,7 +10,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
-from memopt.analyze.arguments import tensors_in
+from memopt.analyze.arguments import tensors_in, unseen
 from memopt.analyze.functions import call_noted
 from memopt.analyze.observation import Call, Observation, Save, Ticket
 from memopt.operands import source_of
@@ -40,6 +40,7 @@ def observe(
 
 @contextmanager
 def _call_hooks(seen: Observation, module: nn.Module, fqn: str, *, ignored: frozenset[int]) -> Iterator[None]:
+    @unseen
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         parent = seen.active[-1].index if seen.active else None
         tensors = [tensor for tensor in tensors_in((args, kwargs)) if storage_key(tensor) not in ignored]
@@ -67,6 +68,7 @@ def _call_hooks(seen: Observation, module: nn.Module, fqn: str, *, ignored: froz
 def _saving_hooks(
     seen: Observation, parameters: frozenset[int], buffers: frozenset[int]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    @unseen
     def pack(tensor: torch.Tensor) -> Ticket:
         ticket = Ticket(len(seen.saves))
         call = seen.active[-1].index
@@ -97,18 +99,20 @@ class _Functions(TorchFunctionMode):
             return func(*args, **kwargs)
         family = family_of(func, args, kwargs)
         out = func(*args, **kwargs) if family is None else call_noted(seen, family, func, args, kwargs)
-        if made := tensors_in(out):
-            self._note_flows(tensors_in((args, kwargs)), made)
+        _note_flows(seen, (args, kwargs), out)
         return out
 
-    def _note_flows(self, used: Sequence[torch.Tensor], made: Sequence[torch.Tensor]) -> None:
-        here = self._seen.active[-1].index
-        for tensor in used:
-            _, maker = self._seen.makers.get(storage_key(tensor), (None, None))
+
+@unseen
+def _note_flows(seen: Observation, arguments: Any, out: Any) -> None:
+    if made := tensors_in(out):
+        here = seen.active[-1].index
+        for tensor in tensors_in(arguments):
+            _, maker = seen.makers.get(storage_key(tensor), (None, None))
             if maker is not None and maker != here:
-                self._seen.flows[maker, here] = None  # a dict keeps the order of first use
+                seen.flows[maker, here] = None  # a dict keeps the order of first use
         for tensor in made:
-            _made(self._seen, tensor, here)
+            _made(seen, tensor, here)
 
 
 def _made(seen: Observation, tensor: torch.Tensor, call: int | None) -> None:
