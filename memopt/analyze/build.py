@@ -137,6 +137,7 @@ def _functions(seen: Observation, place: list[int], storages: dict[int, int]) ->
             end_save=place[function.end_save],
             outputs=tuple({storages[storage_key(t)]: t.untyped_storage().nbytes() for t in function.outputs}.items()),
             flops=function.flops,
+            statistics=tuple((storages[key], size) for key, size in function.statistics.items()),
             keepable=is_keepable(function),
         )
         for function in seen.functions

@@ -25,6 +25,7 @@ def call_noted(
     finally:
         seen.operands = []
     results = _results(out)
+    statistics = _statistics(results, seen.saves[first_save:])
     seen.functions.append(
         Function(
             family=family,
@@ -34,9 +35,10 @@ def call_noted(
             flops=seen.flops() - flops,
             outputs=results,
             versions=tuple(result._version for result in results),
+            statistics=statistics,
             keepable=operands is not None
             and not draws(func, args, kwargs)
-            and _stand_for_it(results, operands, seen.saves[first_save:]),
+            and _stand_for_it(results, operands, sum(statistics.values())),
         )
     )
     return out
@@ -55,9 +57,15 @@ def _results(out: Any) -> tuple[torch.Tensor, ...]:
 
 
 @unseen
-def _stand_for_it(outputs: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], saves: Sequence[Save]) -> bool:
-    """Tell whether outputs are the function's own, and all that it saved besides its operands, but for statistics."""
-    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in outputs}
-    made = {storage_key(s.tensor): s.tensor.untyped_storage().nbytes() for s in saves if not s.is_operand}
-    statistics = sum(size for key, size in made.items() if key not in sizes)
-    return bool(sizes) and not storage_keys(operands) & sizes.keys() and 2 * statistics <= sum(sizes.values())
+def _statistics(results: Sequence[torch.Tensor], saves: Sequence[Save]) -> dict[int, int]:
+    own = storage_keys(results)
+    made = (save.tensor for save in saves if not save.is_operand and storage_key(save.tensor) not in own)
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in made}
+
+
+@unseen
+def _stand_for_it(results: Sequence[torch.Tensor], operands: Sequence[torch.Tensor], statistics_bytes: int) -> bool:
+    """Tell whether results are the function's own, and make up most of what it made."""
+    sizes = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in results}
+    is_own = bool(sizes) and not storage_keys(operands) & sizes.keys()
+    return is_own and 2 * statistics_bytes <= sum(sizes.values())

@@ -40,6 +40,8 @@ class Function:
     """Without their graph; they share the version counters of what the model got."""
     versions: tuple[int, ...]
     """Of the outputs when it returned."""
+    statistics: dict[int, int]
+    """Storage -> bytes of what it saved besides its operands and its outputs."""
     keepable: bool
     """Whether its results can stand for it, unless someone writes to them later."""
 

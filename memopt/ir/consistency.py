@@ -69,6 +69,7 @@ def _function_faults(graph: ModuleGraph, function: FunctionCall) -> Iterator[Fau
         yield "call", f"{function.call} is no call; there are {len(graph.calls)}"
     yield from _interval_faults(graph, function)
     yield from _size_faults("outputs", function.outputs)
+    yield from _size_faults("statistics", function.statistics)
     yield from _negative("flops", function.flops)
 
 

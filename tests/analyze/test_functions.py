@@ -69,6 +69,9 @@ def test_what_a_function_returns_is_what_the_next_one_saves(llama):
     saved = {save.field: save for save in llama.saved[sdpa.first_save : sdpa.end_save]}
     assert value.outputs == ((saved["value"].storage, TOKENS * 256 * 2),)
     assert sdpa.outputs == ((saved["output"].storage, saved["output"].storage_bytes),)
+    statistics = {saved[field].storage: saved[field].storage_bytes for field in ("logsumexp", "rng_state", "unused")}
+    assert dict(sdpa.statistics) == statistics
+    assert value.statistics == ()
 
 
 def test_the_operations_of_a_dense_layer(llama):
@@ -113,9 +116,9 @@ def test_a_convolution_and_a_product_with_another_dtype_count():
 
         def forward(self, x):
             y = self.conv(x)
-            return torch.baddbmm(torch.zeros(()), y, y.transpose(1, 2)).sum()
+            return torch.bmm(y, y.transpose(1, 2), out_dtype=torch.float32).sum()
 
-    graph = traced(Mixed(), torch.randn(2, 8, 32))
+    graph = traced(Mixed().bfloat16(), torch.randn(2, 8, 32, dtype=torch.bfloat16))
     assert [(f.family, f.flops) for f in graph.functions] == [
         (Family.CONVOLUTION, 2 * 2 * 32 * 8 * 16 * 3),
         (Family.BMM, 2 * 2 * 16 * 32 * 16),

@@ -10,7 +10,14 @@ from memopt.ir import Family, FunctionCall, load_plan, plan_from_json, plan_to_j
 from tests.builders import QWEN, mib_save, plan_of, qwen_layers
 
 PRODUCT = FunctionCall(
-    family=Family.MM, call=3, first_save=1, end_save=3, outputs=((7, 4096),), flops=1 << 40, keepable=True
+    family=Family.MM,
+    call=3,
+    first_save=1,
+    end_save=3,
+    outputs=((7, 4096),),
+    statistics=((8, 16), (9, 16)),
+    flops=1 << 40,
+    keepable=True,
 )
 
 
@@ -85,6 +92,7 @@ def is_now(new):
         (["graph", "functions", 1, "call"], is_now(-1), "graph.functions.1.call: -1 is no call"),
         (["graph", "functions", 1, "end_save"], is_now(0), "graph.functions.1.end_save: saves 1 to 0 are not within"),
         (["graph", "functions", 1, "outputs"], is_now([[-7, 1]]), "graph.functions.1.outputs.0: -7 is negative"),
+        (["graph", "functions", 1, "statistics", 1], is_now([9, -1]), "graph.functions.1.statistics.1: -1 is negative"),
         (["graph", "functions", 1, "flops"], is_now(-1), "graph.functions.1.flops: -1 is negative"),
         (["graph", "functions", 1, "family"], is_now("gemm"), "graph.functions.1.family: Input should be 'mm'"),
         (["graph", "saved", 5, "index"], is_now(6), "graph.saved.5.index: 6 stands at 5"),
