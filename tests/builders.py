@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass, field, replace
 
 from memopt.ir import (
+    Family,
+    FunctionCall,
     Kind,
+    KvSharing,
     ModelFacts,
     ModuleCall,
     ModuleGraph,
@@ -36,6 +39,21 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Function:
+    """One call of an expensive function, as a test writes it down; it saves what is saved from `first` before `end`."""
+
+    owner: str
+    first: int
+    end: int
+    outputs: dict[str, int]
+    """Bytes by the name of the storage."""
+    family: Family = Family.MM
+    statistics: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    keepable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Build:
     """What else a graph says."""
 
@@ -43,6 +61,16 @@ class Build:
     class_name: str = "Qwen3MoeForCausalLM"
     classes: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    bases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By a module's own name, as `classes` is."""
+    frozen: tuple[str, ...] = ()
+    """Modules whose one parameter needs no grad."""
+    inputs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By FQN: bytes by the name of the storage."""
+    flops: dict[str, int] = field(default_factory=dict)
+    functions: tuple[Function, ...] = ()
+    native_checkpointing: bool = False
+    kv_sharing: KvSharing = KvSharing.NONE
     held: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     dtype: str = "float32"
@@ -59,7 +87,7 @@ def graph_of(*saves, build=None):
     storages: dict[str, int] = {}
     saved = tuple(_tensor(index, save, storages) for index, save in enumerate(saves))
     nodes = tuple(_node(fqn, build) for fqn in _fqns(saves))
-    calls = _calls([node.fqn for node in nodes], saved)
+    calls = _calls([node.fqn for node in nodes], saved, build, storages)
     number = {call.fqn: call.index for call in calls}
     return ModuleGraph(
         model=ModelFacts(
@@ -68,6 +96,8 @@ def graph_of(*saves, build=None):
             num_parameters=30_532_122_624,
             parameter_bytes=61_064_245_248,
             transformers_version="5.17.0",
+            native_checkpointing=build.native_checkpointing,
+            kv_sharing=build.kv_sharing,
         ),
         input=TraceInput(
             batch_size=1,
@@ -82,6 +112,7 @@ def graph_of(*saves, build=None):
         saved=tuple(replace(tensor, call=number[tensor.owner]) for tensor in saved),
         flows=(),
         held=frozenset(storages[name] for name in build.held),
+        functions=tuple(_function(function, number[function.owner], storages) for function in build.functions),
         notes=build.notes,
     )
 
@@ -183,15 +214,42 @@ def _within(owner, fqn):
 def _node(fqn, build):
     own = fqn.rpartition(".")[2]
     class_name = build.classes.get(own, "Linear" if own.endswith("_proj") else own.capitalize() or build.class_name)
-    fqns = (fqn, *build.aliases.get(fqn, ()))
-    return ModuleNode(fqn=fqn, fqns=fqns, class_name=class_name, num_parameters=0, parameter_bytes=0)
+    return ModuleNode(
+        fqn=fqn,
+        fqns=(fqn, *build.aliases.get(fqn, ())),
+        class_name=class_name,
+        bases=build.bases.get(own, ()),
+        num_parameters=1,
+        num_trainable=int(fqn not in build.frozen),
+        parameter_bytes=0,
+    )
 
 
-def _calls(fqns, saved):
+def _calls(fqns, saved, build, storages):
     calls = []
     for index, fqn in enumerate(fqns):
         inside = [tensor.index for tensor in saved if _within(tensor.owner, fqn)]
         parent = fqns.index(fqn.rpartition(".")[0]) if fqn else None
         first, end = (min(inside), max(inside) + 1) if inside else (0, 0)
-        calls.append(ModuleCall(index=index, fqn=fqn, parent=parent, first_save=first, end_save=end))
+        inputs, flops = _numbered(build.inputs.get(fqn, {}), storages), build.flops.get(fqn, 0)
+        calls.append(
+            ModuleCall(index=index, fqn=fqn, parent=parent, first_save=first, end_save=end, inputs=inputs, flops=flops)
+        )
     return tuple(calls)
+
+
+def _function(function, call, storages):
+    return FunctionCall(
+        family=function.family,
+        call=call,
+        first_save=function.first,
+        end_save=function.end,
+        outputs=_numbered(function.outputs, storages),
+        flops=function.flops,
+        statistics=_numbered(function.statistics, storages),
+        keepable=function.keepable,
+    )
+
+
+def _numbered(sizes, storages):
+    return tuple((storages.setdefault(name, len(storages)), size) for name, size in sizes.items())

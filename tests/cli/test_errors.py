@@ -54,8 +54,11 @@ def test_a_hub_id_that_is_not_in_the_cache(fails, name):
         (["--swap", "attention", "--seq-length", str(2**70)], ["for --seq-length", "Legal: 1..2147483647"]),
         (["--swap", "attention", "--seq-length", "many"], ["--seq-length", "many", "int"]),
         (["--swap", "attention", "--num-layers", "-1"], ["for --num-layers", "Legal: 1..2147483647"]),
-        (["--passes", ""], ["passes='' is not legal; legal: attention-swap, prefetch-chain"]),
-        (["--passes", " ,"], ["passes=' ,' is not legal; legal: attention-swap, prefetch-chain"]),
+        (["--passes", ""], ["passes='' is not legal; legal: activation-checkpoint, attention-swap, prefetch-chain"]),
+        (
+            ["--passes", " ,"],
+            ["passes=' ,' is not legal; legal: activation-checkpoint, attention-swap, prefetch-chain"],
+        ),
         (["--swap", "attention", "--format", "pdf"], ["--format", "pdf", "text", "json"]),
         (["--swap", "attention", "--sequence-length", "8"], ["--sequence-length"]),
         (["--passes", "attention-swp"], ["no pass is called 'attention-swp'", "did you mean 'attention-swap'"]),
@@ -121,7 +124,11 @@ def test_a_chain_before_anything_is_decided_is_refused(fails, name):
         ("enable_compile: 'yes'", "enable_compile='yes' is not legal; legal: true, false"),
         ("a: b: c", "memopt.yaml' cannot be read: line 1: "),
         ("activation_swap: attention\npp_size: 2", "activation_swap='attention' does not support pipeline parallelism"),
-        ("activation_checkpoint: full", "activation_checkpoint='full' is not implemented"),
+        ("activation_checkpoint: full\nbackend: jax", "activation_checkpoint='full' supports only the PyTorch backend"),
+        (
+            "activation_swap: attention\nactivation_checkpoint: full",
+            "activation_swap='attention' is incompatible with activation checkpointing",
+        ),
     ],
 )
 def test_bad_configs(fails, tmp_path, name, text, part):

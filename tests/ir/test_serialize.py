@@ -25,6 +25,7 @@ def full_plan():
     """Return a plan of two layers whose graph knows inputs, operations and functions too."""
     plan = plan_of(*qwen_layers(2), build=QWEN)
     calls = tuple(replace(call, inputs=((40, 8192), (41, 16)), flops=1 << 41) for call in plan.graph.calls)
+    plan = plan.note("a note")
     return replace(plan, graph=replace(plan.graph, calls=calls, functions=(PRODUCT, replace(PRODUCT, keepable=False))))
 
 
