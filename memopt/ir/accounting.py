@@ -36,6 +36,7 @@ def account(plan: Plan) -> PlanAccount:
 
 
 def _sums(plan: Plan, regions: Regions, targets: Sequence[TargetAccount]) -> PlanAccount:
+    recomputed = [target.recompute for target in targets if target.recompute]
     covered = [line for target in targets for line in target.lines if line.covered]
     return PlanAccount(
         targets=tuple(targets),
@@ -46,8 +47,10 @@ def _sums(plan: Plan, regions: Regions, targets: Sequence[TargetAccount]) -> Pla
         dropped_bytes=storage_bytes(line.tensor for line in covered if line.action is Action.RECOMPUTE),
         input_bytes=sum(regions.inputs.values()),
         result_bytes=sum(regions.results.values()),
+        added_bytes=sum(regions.added.values()),
+        replay_bytes=max((one.replay_bytes for one in recomputed), default=0),
         flops=sum(call.flops for call in plan.graph.calls if call.parent is None),
-        repeated_flops=sum(target.recompute.repeated_flops for target in targets if target.recompute),
+        repeated_flops=sum(one.repeated_flops for one in recomputed),
     )
 
 

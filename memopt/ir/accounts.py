@@ -59,7 +59,7 @@ class PlanAccount:
     """What passes the policies of swap."""
     swap_bytes: int
     freed_bytes: int
-    """By swapping and by recomputing."""
+    """By swapping and by recomputing: what is saved without the plan and leaves the device with it."""
     num_tensors: int
     """How many copies go out, and back, in one step."""
     dropped_bytes: int
@@ -68,10 +68,19 @@ class PlanAccount:
     """Of the inputs of all recomputed modules."""
     result_bytes: int
     """Of the results that they keep."""
+    added_bytes: int
+    """Of these inputs and results, what is not on the device without the plan."""
+    replay_bytes: int
+    """What backward makes again at once, in the call of a recomputed module that drops most."""
     flops: int
     """Of the whole forward."""
     repeated_flops: int
     """Of those that backward runs a second time."""
+
+    @property
+    def net_freed_bytes(self) -> int:
+        """How much less the device holds between forward and backward; negative where the plan costs memory."""
+        return self.freed_bytes - self.added_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,6 +32,8 @@ class RecomputeAccount:
     input_bytes: int
     """Of what it is called with: held for the replay, each storage once."""
     results: tuple[KeptResults, ...]
+    replay_bytes: int
+    """What backward makes again at once: in the call of it that drops most."""
     flops: int
     """Of its forward."""
     repeated_flops: int
@@ -60,6 +62,10 @@ class Regions:
         functions = [function for kept in self.kept.values() for function in kept]
         self.results = dict(pair for f in functions for pair in (*f.outputs, *f.statistics))
         inside = {n for calls in self.calls.values() for c in calls for n in range(c.first_save, c.end_save)}
+        saved = {tensor.storage for tensor in graph.saved}
+        needed = {**self.inputs, **self.results}
+        self.added = {key: size for key, size in needed.items() if key not in saved | graph.held}
+        """Storage -> bytes of inputs and results that would be free between forward and backward."""
         self.held = graph.held | self.inputs.keys() | self.results.keys()
         self.held |= {tensor.storage for tensor in graph.saved if tensor.index not in inside}
 
@@ -85,9 +91,14 @@ class Regions:
             num_calls=len(calls),
             input_bytes=sum(dict(pair for call in calls for pair in call.inputs).values()),
             results=_by_family(kept),
+            replay_bytes=max(map(self._replay_bytes, calls), default=0),
             flops=flops,
             repeated_flops=flops - sum(function.flops for function in kept),
         )
+
+    def _replay_bytes(self, call: ModuleCall) -> int:
+        saved = self._graph.saved[call.first_save : call.end_save]
+        return sum({t.storage: t.storage_bytes for t in saved if not self.why_kept(t)}.values())
 
     def _kept(self, region: ModuleCall, policy: OpPolicy) -> Iterator[FunctionCall]:
         """Yield the functions of one call whose results are kept: the policy's, where something is saved after them."""
