@@ -157,6 +157,86 @@ def qwen_layer(layer, *, tokens):
     ]
 
 
+def checkpointed_layers(num_layers, **options):
+    """Return what decoder layers save, in outline, and what else a graph says of them."""
+    saves = [save for layer in range(num_layers) for save in _checkpointed_layer(layer)]
+    functions = [function for layer in range(num_layers) for function in _layer_functions(layer)]
+    layers = [f"model.layers.{layer}" for layer in range(num_layers)]
+    inputs = {fqn: {f"{fqn} entry": 4 * MIB, "rotary": MIB} for fqn in layers}
+    inputs |= {f"{fqn}.self_attn": {f"{fqn} normed": 4 * MIB, "rotary": MIB} for fqn in layers}
+    inputs |= {f"{fqn}.mlp": {f"{fqn} attended": 4 * MIB} for fqn in layers}
+    flops = {"": 4_000_000_000 * num_layers + 10**9} | dict.fromkeys(layers, 4_000_000_000)
+    flops |= {f"{fqn}.self_attn": 2_500_000_000 for fqn in layers} | {f"{fqn}.mlp": 1_500_000_000 for fqn in layers}
+    facts = {
+        "name": "hand-made",
+        "class_name": "LlamaForCausalLM",
+        "classes": {"layers": "ModuleList", "self_attn": "LlamaAttention", "mlp": "LlamaMLP"}
+        | {str(layer): "LlamaDecoderLayer" for layer in range(num_layers)},
+        "bases": {str(layer): ("GradientCheckpointingLayer",) for layer in range(num_layers)},
+        "native_checkpointing": True,
+        "inputs": inputs,
+        "flops": flops,
+        "functions": tuple(functions),
+    }
+    return saves, Build(**(facts | options))
+
+
+def _checkpointed_layer(layer):
+    """Return ten saves: of a norm, of attention, and of an MLP of two products."""
+    block = f"model.layers.{layer}"
+    attn, mlp = f"{block}.self_attn", f"{block}.mlp"
+    attention = {"owner": attn, "node": "ScaledDotProductFlashAttentionBackward0"}
+    weight = {"kind": Kind.PARAMETER, "field": "mat2"}
+    return [
+        mib_save(f"{block}.input_layernorm", 8, node="PowBackward0"),
+        mib_save(f"{attn}.q_proj", 4, storage=f"{block} normed"),
+        mib_save(f"{attn}.q_proj", 16, **weight),
+        mib_save(attn, 1, node="MulBackward0", field="other", storage="rotary"),
+        mib_save(num_mib=4, field="query", storage=f"{block} query", **attention),
+        mib_save(num_mib=4, field="output", storage=f"{block} mixed", **attention),
+        mib_save(f"{mlp}.up_proj", 4, storage=f"{block} attended"),
+        mib_save(f"{mlp}.up_proj", 16, **weight),
+        mib_save(mlp, 12, node="GeluBackward0", storage=f"{block} up"),
+        mib_save(f"{mlp}.down_proj", 12, storage=f"{block} activated"),
+    ]
+
+
+def _layer_functions(layer):
+    block, first = f"model.layers.{layer}", 10 * layer
+    return [
+        Function(
+            owner=f"{block}.self_attn.q_proj",
+            first=first + 1,
+            end=first + 3,
+            outputs={f"{block} projected": 4 * MIB},
+            flops=500_000_000,
+        ),
+        Function(
+            owner=f"{block}.self_attn",
+            first=first + 4,
+            end=first + 6,
+            outputs={f"{block} mixed": 4 * MIB},
+            family=Family.ATTENTION,
+            statistics={f"{block} logsumexp": 1024},
+            flops=2_000_000_000,
+        ),
+        Function(
+            owner=f"{block}.mlp.up_proj",
+            first=first + 6,
+            end=first + 8,
+            outputs={f"{block} up": 12 * MIB},
+            flops=750_000_000,
+        ),
+        Function(
+            owner=f"{block}.mlp.down_proj",
+            first=first + 9,
+            end=first + 10,
+            outputs={f"{block} down": 4 * MIB},
+            flops=750_000_000,
+        ),
+    ]
+
+
 QWEN = Build(
     name="qwen3-30b-a3b",
     dtype="bfloat16",

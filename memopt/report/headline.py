@@ -31,11 +31,11 @@ def verdict(plan: Plan, totals: PlanAccount) -> Text:
         return Text(f"Nothing is swapped: {why}.", style="bold yellow")
     if recomputes and totals.net_freed_bytes <= 0:
         return Text(f"{_subject(totals)}s nothing: what it holds for the replay is no less.", style="bold yellow")
+    ending = f", and runs {repeated_text(totals)} twice." if recomputes else "."
     return Text.assemble(
         (f"{_subject(totals)}s ", "bold"),
         (f"{format_bytes(totals.net_freed_bytes)} ({totals.net_freed_bytes / saved:.0%})", "bold green"),
-        (f" of the {activations} of activations that wait for backward", "bold"),
-        (f", and runs {repeated_text(totals)} twice." if recomputes else ".", "bold"),
+        (f" of the {activations} of activations that wait for backward{ending}", "bold"),
     )
 
 
