@@ -30,8 +30,8 @@ def verdict(plan: Plan, totals: PlanAccount) -> Text:
         why = "all that passes the policy is margin" if totals.covered_bytes else "no saved tensor passes the policy"
         return Text(f"Nothing is swapped: {why}.", style="bold yellow")
     if recomputes and totals.net_freed_bytes <= 0:
-        return Text(f"{_subject(totals)}s nothing: what it holds for the replay is no less.", style="bold yellow")
-    ending = f", and runs {repeated_text(totals)} twice." if recomputes else "."
+        return Text(f"{_subject(totals)}s nothing: what it must hold for the replay is as large.", style="bold yellow")
+    ending = f", and runs {repeated_text(totals)} twice." if recomputes and totals.flops else "."
     return Text.assemble(
         (f"{_subject(totals)}s ", "bold"),
         (f"{format_bytes(totals.net_freed_bytes)} ({totals.net_freed_bytes / saved:.0%})", "bold green"),

@@ -21,14 +21,16 @@ def recompute_sums(totals: PlanAccount) -> Iterator[tuple[str, str, str]]:
     yield "dropped after forward", format_bytes(totals.dropped_bytes), where
     if held := totals.dropped_bytes - freed:
         yield "dropped, but not freed", format_bytes(held), "something else holds it on the device"
-    yield "held for the replay", format_bytes(totals.input_bytes), "what the modules were called with"
+    if totals.input_bytes:
+        yield "held for the replay", format_bytes(totals.input_bytes), "what the modules were called with"
     if totals.result_bytes:
         yield "kept results", format_bytes(totals.result_bytes), "of expensive functions, which are not run again"
     if totals.added_bytes:
-        yield "newly held", format_bytes(totals.added_bytes), "of these two: without the plan it would be free"
+        yield "newly held", format_bytes(totals.added_bytes), "held or kept, and free without the plan"
     yield "really freed", format_bytes(freed - totals.added_bytes), "off the device between forward and backward"
     yield "back during a replay", format_bytes(totals.replay_bytes), "at most, while one module is run again"
-    yield "run a second time", format_flops(totals.repeated_flops), repeated_text(totals)
+    if totals.flops:
+        yield "run a second time", format_flops(totals.repeated_flops), repeated_text(totals)
 
 
 def _routes(totals: PlanAccount) -> str:
@@ -39,9 +41,8 @@ def _routes(totals: PlanAccount) -> str:
 
 
 def repeated_text(totals: PlanAccount) -> str:
-    """Return which share of the forward is run twice."""
-    share = totals.repeated_flops / totals.flops if totals.flops else 0
-    return f"{share:.0%} of the forward's {format_flops(totals.flops)}"
+    """Return which share of the forward's operations is run twice; only where they are known."""
+    return f"{totals.repeated_flops / totals.flops:.0%} of the forward's {format_flops(totals.flops)}"
 
 
 def way_text(account: RecomputeAccount | None) -> str:
@@ -62,7 +63,7 @@ def recompute_table(fold: Fold) -> Table:
     table.add_section()
     target = fold.targets[0]
     table.add_row("freed", mib_text(target.freed_bytes), "what it drops and nothing else holds", style="bold")
-    if account := target.recompute:
+    if (account := target.recompute) and account.flops:
         share = f"{format_flops(account.repeated_flops)} of {format_flops(account.flops)}"
         table.add_row("run a second time", "", share)
     return table
@@ -75,7 +76,8 @@ def _rows(fold: Fold) -> Iterator[tuple[str, int, str]]:
     yield from _saved_rows("saved and kept", (row for row in fold.rows if not row.covered))
     if account is None:
         return
-    yield "held for the replay", account.input_bytes, "what it is called with"
+    if account.input_bytes:
+        yield "held for the replay", account.input_bytes, "what it is called with"
     for kept in account.results:
         yield "results kept", kept.num_bytes, f"{count_noun(kept.num_calls, 'call')} of {kept.family.value}"
 
