@@ -47,6 +47,16 @@ def test_a_hub_id_that_is_not_in_the_cache(fails, name):
     ("arguments", "parts"),
     [
         (["--swap", "mlp"], ["--swap", "mlp", "none", "attention"]),
+        (["--checkpoint", "some"], ["--checkpoint", "some", "off", "full", "selective"]),
+        (
+            ["--passes", "activation-checkpoint:mod=full"],
+            ["no option of activation-checkpoint is called 'mod'; did you mean 'mode'"],
+        ),
+        (["--passes", "activation-checkpoint:mode=off"], ["mode='off' is not legal; legal: full, selective"]),
+        (
+            ["--swap", "attention", "--checkpoint", "full"],
+            ["activation_swap='attention' is incompatible with activation checkpointing"],
+        ),
         (["--swap", "attention", "--dtype", "int8"], ["--dtype", "int8", "float32", "bfloat16", "float16"]),
         (["--swap", "attention", "--autocast", "int8"], ["--autocast", "int8", "none"]),
         (["--swap", "attention", "--batch-size", "0"], ['"0" for --batch-size', "Legal: 1..2147483647"]),
@@ -105,6 +115,28 @@ def test_passes_may_not_contradict_the_configuration(fails, tmp_path, name):
         code, line = fails(name, "tiny-llama", *asked, "--passes", "attention-swap")
         assert code == 2
         assert line == f"--passes attention-swap contradicts {who}, which swaps nothing; leave out one of them"
+
+
+@BOTH
+def test_passes_may_not_contradict_the_checkpoint_flag(fails, name):
+    asked = "activation-checkpoint:mode=full"
+    code, line = fails(name, "tiny-llama", "--checkpoint", "off", "--passes", asked)
+    assert (code, line) == (
+        2,
+        f"--passes {asked} contradicts --checkpoint off, which recomputes nothing; leave out one of them",
+    )
+
+
+@BOTH
+def test_a_model_without_layers_is_a_failure_of_the_work(fails, name):
+    code, line = fails(name, "tests.cli.factories:no_layers", "--checkpoint", "full", "--batch-size", 1)
+    assert (code, line.startswith("activation_checkpoint found no layers in NoLayers: ")) == (1, True)
+
+
+@BOTH
+def test_swapped_passes_exclude_checkpointing(fails, name):
+    code, line = fails(name, *TINY, "--passes", "attention-swap,activation-checkpoint")
+    assert (code, line) == (2, "activation_swap='attention' is incompatible with activation checkpointing")
 
 
 @BOTH
@@ -254,12 +286,16 @@ def test_report_and_plan_want_a_file_each(fails, tmp_path):
 
 def test_apply_wants_something_to_apply(fails):
     code, line = fails("memopt-apply", "tiny-llama")
-    assert (code, line) == (2, "what to apply? give one of --config FILE, --plan PLAN.json and --swap attention")
+    assert (code, line) == (
+        2,
+        "what to apply? give one of --config FILE, --plan PLAN.json, --swap attention and --checkpoint full",
+    )
 
 
 def test_a_plan_excludes_other_decisions(fails, tmp_path):
-    code, line = fails("memopt-apply", "tiny-llama", "--plan", tmp_path / "plan.json", "--swap", "attention")
-    assert (code, line.startswith("--plan holds all decisions")) == (2, True)
+    for flags in (("--swap", "attention"), ("--checkpoint", "full"), ("--passes", "attention-swap")):
+        code, line = fails("memopt-apply", "tiny-llama", "--plan", tmp_path / "plan.json", *flags)
+        assert (code, line.startswith("--plan holds all decisions")) == (2, True)
 
 
 @pytest.mark.parametrize(
