@@ -6,6 +6,7 @@ from importlib import resources
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, GptOssConfig
 
 import memopt
@@ -97,6 +98,15 @@ def test_every_kernel_counts_the_same(target_device, dtype, attn_implementation)
     for layer in (0, 1):
         (call,) = graph.calls_of(f"model.layers.{layer}")
         assert call.flops == 2 * TOKENS * (projections + attention + experts)
+
+
+@pytest.mark.parametrize("build", [models.llama, models.gpt2])
+def test_the_operations_are_those_that_torch_counts(build):
+    """With eager attention: torch has no formula for the CPU's fused kernel."""
+    model, inputs = build(attn_implementation="eager"), models.batch(seq_length=64)
+    with FlopCounterMode(display=False) as counter:
+        model(**inputs)
+    assert traced(model, inputs).calls[0].flops == counter.get_total_flops() > 0
 
 
 def test_30b_operations_are_those_of_its_active_parameters():
