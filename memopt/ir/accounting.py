@@ -46,7 +46,7 @@ def _sums(plan: Plan, regions: Regions, targets: Sequence[TargetAccount]) -> Pla
         num_tensors=sum(target.num_swapped for target in targets),
         dropped_bytes=storage_bytes(line.tensor for line in covered if line.action is Action.RECOMPUTE),
         input_bytes=sum(regions.inputs.values()),
-        result_bytes=sum(regions.results.values()),
+        result_bytes=sum(regions.results.values()) + sum(regions.last.values()),
         added_bytes=sum(regions.added.values()),
         replay_bytes=max((one.replay_bytes for one in recomputed), default=0),
         flops=sum(call.flops for call in plan.graph.calls if call.parent is None),

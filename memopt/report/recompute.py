@@ -24,7 +24,11 @@ def recompute_sums(totals: PlanAccount) -> Iterator[tuple[str, str, str]]:
     if totals.input_bytes:
         yield "held for the replay", format_bytes(totals.input_bytes), "what the modules were called with"
     if totals.result_bytes:
-        yield "kept results", format_bytes(totals.result_bytes), "of expensive functions, which are not run again"
+        yield (
+            "kept results",
+            format_bytes(totals.result_bytes),
+            "of expensive functions, and small tensors that are saved last",
+        )
     if totals.added_bytes:
         yield "newly held", format_bytes(totals.added_bytes), "held or kept, and free without the plan"
     yield "really freed", format_bytes(freed - totals.added_bytes), "off the device between forward and backward"
@@ -80,6 +84,8 @@ def _rows(fold: Fold) -> Iterator[tuple[str, int, str]]:
         yield "held for the replay", account.input_bytes, "what it is called with"
     for kept in account.results:
         yield "results kept", kept.num_bytes, f"{count_noun(kept.num_calls, 'call')} of {kept.family.value}"
+    if account.last_bytes:
+        yield "results kept", account.last_bytes, "small tensors that are saved last"
 
 
 def _saved_rows(what: str, rows: Iterable[Row]) -> Iterator[tuple[str, int, str]]:

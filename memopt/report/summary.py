@@ -82,6 +82,7 @@ def _recompute(account: RecomputeAccount, why: str) -> dict[str, Any]:
             {"family": kept.family.value, "num_calls": kept.num_calls, "bytes": kept.num_bytes}
             for kept in account.results
         ],
+        "last_bytes": account.last_bytes,
         "replay_bytes": account.replay_bytes,
         "flops": account.flops,
         "repeated_flops": account.repeated_flops,

@@ -107,6 +107,7 @@ RECOMPUTED_TARGET_KEYS = [
     "num_calls",
     "input_bytes",
     "results",
+    "last_bytes",
     "replay_bytes",
     "flops",
     "repeated_flops",

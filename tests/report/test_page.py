@@ -211,7 +211,8 @@ def test_the_json_of_a_checkpoint_adds_up(options):
     assert sum(target["freed_bytes"] for target in targets) == sums["freed_bytes"]
     assert sum(target["covered_bytes"] for target in targets) == sums["dropped_bytes"]
     assert sum(target["recompute"]["repeated_flops"] for target in targets) == sums["repeated_flops"] < sums["flops"]
-    assert sum(kept["bytes"] for target in targets for kept in target["recompute"]["results"]) == sums["result_bytes"]
+    kept = [one["bytes"] for target in targets for one in target["recompute"]["results"]]
+    assert sum(kept) + sum(target["recompute"]["last_bytes"] for target in targets) == sums["result_bytes"]
     assert sums["net_freed_bytes"] == sums["freed_bytes"] - sums["added_bytes"]
     assert (summary["swap"], summary["prefetch_chain"]) == (dict.fromkeys(summary["swap"], 0), [])
     for target in targets:
