@@ -67,7 +67,7 @@ class PlanAccount:
     input_bytes: int
     """Of the inputs of all recomputed modules."""
     result_bytes: int
-    """Of the results that they keep, and of the small last saves."""
+    """Of the results that they keep, and of the last saves that stay."""
     added_bytes: int
     """Of these inputs and results, what is not on the device without the plan."""
     replay_bytes: int

@@ -8,7 +8,7 @@ from memopt.ir.op_policy import OP_POLICIES, Family, OpPolicy
 from memopt.ir.plan import Action, Plan
 from memopt.ir.replay import Replay, own_storages, replay_of
 
-IS_LAST = "small, and saved last"
+IS_LAST = "saved last"
 RUNS_AGAIN = "made again in backward"
 IS_INPUT = "input of a region"
 IS_RESULT = "kept result"
@@ -37,7 +37,7 @@ class RecomputeAccount:
     replay_bytes: int
     """What backward makes again at once: in the call of it that drops most."""
     last_bytes: int
-    """Of the last saves that stay because they are small: the replay ends before them."""
+    """Of the last saves, which may stay: the replay ends before them."""
     flops: int
     """Of its forward."""
     repeated_flops: int

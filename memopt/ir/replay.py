@@ -18,7 +18,7 @@ class Replay:
     kept: tuple[FunctionCall, ...]
     """The functions whose results stand for them."""
     tail: tuple[SavedTensor, ...]
-    """The last saves, which are small or lie on kept results: the replay ends before them."""
+    """The last saves, which are small, lie on kept results or replace the last of these: the replay ends before them."""
     repeated_flops: int
 
 
@@ -31,7 +31,7 @@ def replay_of(graph: ModuleGraph, call: ModuleCall, functions: Iterable[Function
         kept = tuple(f for f in wanted if f.keepable and _is_used(graph, call, f, tail))
     else:
         tail, kept = (), ()
-    stop = _stop(graph, call, kept, {tensor.index for tensor in tail})
+    stop = _stop(graph, call, kept, tail)
     idle = sum(f.flops for f in functions if f in kept or not _runs_again(graph, f, stop))
     return Replay(call=call, kept=kept, tail=tail, repeated_flops=call.flops - idle)
 
@@ -54,31 +54,49 @@ def _wanted(functions: Iterable[FunctionCall], policy: OpPolicy) -> Iterator[Fun
 
 
 def _tail(graph: ModuleGraph, call: ModuleCall, wanted: tuple[FunctionCall, ...]) -> tuple[SavedTensor, ...]:
-    """Return the last saves that may be kept; a function that is kept makes what it saves from its operands."""
-    results: set[int] = set()
-    tail: list[SavedTensor] = []
+    """Return the last saves that may be kept."""
+    tail = _Tail(graph)
     todo = list(reversed(wanted))
     for tensor in graph.saved[call.first_save : call.end_save]:
         while todo and todo[-1].end_save <= tensor.index:
-            _pass(graph, todo.pop(), results, tail)
-        if todo and todo[-1].first_save <= tensor.index:
-            continue
-        if tensor.storage not in results and tensor.storage_bytes > MAX_TAIL_TENSOR_BYTES:
-            tail.clear()
-        else:
-            tail.append(tensor)
-    while todo:
-        _pass(graph, todo.pop(), results, tail)
-    return tuple(tail)
+            tail.pass_(todo.pop())
+        if not (todo and todo[-1].first_save <= tensor.index):
+            tail.note(tensor)
+    for function in reversed(todo):
+        tail.pass_(function)
+    return tuple(tail.saves)
 
 
-def _pass(graph: ModuleGraph, function: FunctionCall, results: set[int], tail: list[SavedTensor]) -> None:
-    """Take note of a function that has returned: the replay must come to it, to make what it saves of its operands."""
-    own = own_storages(function)
-    if function.keepable:
-        results.update(own)
-    if any(tensor.storage not in own for tensor in graph.saved[function.first_save : function.end_save]):
-        tail.clear()
+class _Tail:
+    """The last saves that may be kept, up to some place in a region."""
+
+    def __init__(self, graph: ModuleGraph) -> None:
+        self.saves: list[SavedTensor] = []
+        self._graph = graph
+        self._results: set[int] = set()
+        self._budget_bytes = 0
+        """What of the last result may be taken by saves after it, in its place."""
+
+    def pass_(self, function: FunctionCall) -> None:
+        """Take note of a function that has returned: the replay must come to it, for what it saves of its operands."""
+        own = own_storages(function)
+        saves = self._graph.saved[function.first_save : function.end_save]
+        if function.keepable:
+            self._results.update(own)
+        if any(tensor.storage not in own for tensor in saves):
+            self.saves.clear()
+            is_free = function.keepable and not any(tensor.storage in own for tensor in saves)
+            self._budget_bytes = sum(own.values()) if is_free else 0
+
+    def note(self, tensor: SavedTensor) -> None:
+        """Keep a save for the time being, or give up those before it."""
+        if tensor.storage not in self._results and tensor.storage_bytes > MAX_TAIL_TENSOR_BYTES:
+            self._budget_bytes -= tensor.storage_bytes
+            if self._budget_bytes < 0:
+                self.saves.clear()
+                self._budget_bytes = 0
+                return
+        self.saves.append(tensor)
 
 
 def _is_used(graph: ModuleGraph, call: ModuleCall, function: FunctionCall, tail: tuple[SavedTensor, ...]) -> bool:
@@ -88,9 +106,9 @@ def _is_used(graph: ModuleGraph, call: ModuleCall, function: FunctionCall, tail:
     return function.end_save < call.end_save - len(tail) or any(tensor.storage in own for tensor in read)
 
 
-def _stop(graph: ModuleGraph, call: ModuleCall, kept: tuple[FunctionCall, ...], tail: set[int]) -> int:
-    """Return at which save the replay ends: at the last one of all, or at the first after those that are missing."""
-    held = set(tail)
+def _stop(graph: ModuleGraph, call: ModuleCall, kept: tuple[FunctionCall, ...], tail: tuple[SavedTensor, ...]) -> int:
+    """Return at which save the replay ends: at the last before the tail, or at the first after those that are missing."""
+    held = {tensor.index for tensor in tail}
     for function in kept:
         own = own_storages(function)
         held |= {t.index for t in graph.saved[function.first_save : function.end_save] if t.storage in own}
@@ -98,7 +116,7 @@ def _stop(graph: ModuleGraph, call: ModuleCall, kept: tuple[FunctionCall, ...], 
     last = next(missing, None)
     if last is None:
         return -1  # no replay
-    return min(last + 1, call.end_save - 1)
+    return min(last + 1, call.end_save - len(tail) - 1)
 
 
 def _runs_again(graph: ModuleGraph, function: FunctionCall, stop: int) -> bool:

@@ -27,7 +27,7 @@ def recompute_sums(totals: PlanAccount) -> Iterator[tuple[str, str, str]]:
         yield (
             "kept results",
             format_bytes(totals.result_bytes),
-            "of expensive functions, and small tensors that are saved last",
+            "of expensive functions, and tensors that are saved last",
         )
     if totals.added_bytes:
         yield "newly held", format_bytes(totals.added_bytes), "held or kept, and free without the plan"
@@ -85,7 +85,7 @@ def _rows(fold: Fold) -> Iterator[tuple[str, int, str]]:
     for kept in account.results:
         yield "results kept", kept.num_bytes, f"{count_noun(kept.num_calls, 'call')} of {kept.family.value}"
     if account.last_bytes:
-        yield "results kept", account.last_bytes, "small tensors that are saved last"
+        yield "results kept", account.last_bytes, "tensors that are saved last"
 
 
 def _saved_rows(what: str, rows: Iterable[Row]) -> Iterator[tuple[str, int, str]]:

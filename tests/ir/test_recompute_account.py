@@ -107,8 +107,8 @@ def test_a_call_within_a_call_of_itself_is_replayed_with_it():
 
 
 def kept(policy, *families, last=True, **options):
-    """Return which of the functions of one region are kept; each saves 2 MiB, and then something else is saved."""
-    saves = [mib_save(MLP, 2) for _ in families] + [mib_save(MLP, 2)] * last
+    """Return which of the functions of one region are kept; each saves 2 MiB, then something large is saved."""
+    saves = [mib_save(MLP, 2) for _ in families] + [mib_save(MLP, 128)] * last
     functions = tuple(
         Function(owner=MLP, first=n, end=n + 1, outputs={f"out {n}": MIB << n}, family=family, flops=10**n, **options)
         for n, family in enumerate(families)

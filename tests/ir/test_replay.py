@@ -80,10 +80,16 @@ def test_a_function_that_saves_its_own_result_is_kept_though_it_is_the_last():
     assert repeated(replay, 1) == []
 
 
-def test_a_function_before_the_kept_last_saves_is_run_up_to_the_first_of_them():
+def test_a_function_before_the_kept_last_saves_is_not_run():
     """As the last product of an MLP, after which dropout saves a small mask."""
     replay = replayed([LARGE, LARGE, SMALL], function(0, 1, 2))
-    assert (tail(replay), replay.kept, repeated(replay, 1)) == ([2], (), [0])
+    assert (tail(replay), replay.kept, repeated(replay, 1)) == ([2], (), [])
+
+
+@pytest.mark.parametrize(("result_mib", "expected"), [(2, [1]), (1, [])])
+def test_a_large_last_save_stays_in_the_place_of_the_last_result(result_mib, expected):
+    replay = replayed([LARGE, LARGE], function(0, 0, 1, outputs={"out": result_mib * MIB}))
+    assert (tail(replay), len(replay.kept)) == (expected, not expected)
 
 
 def test_what_is_kept_whole_needs_no_replay():
