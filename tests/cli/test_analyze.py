@@ -142,9 +142,11 @@ def test_selective_checkpointing_keeps_expensive_results(command):
     full, selective = (as_json(command, *TINY[:3], "--checkpoint", mode) for mode in ("full", "selective"))
     for target in selective["targets"]:
         assert (target["recompute"]["route"], target["recompute"]["policy"]) == ("layer", "selective")
-        # of q, k, v, o, the router and the experts' two, in this order; no fused kernel takes float32 attention here
+        # of q, k, v, o, the router and the experts' two, in this order, every other; no fused kernel takes float32
+        # attention here, and in the place of the last result stays what is saved after it
         families = {kept["family"]: kept["num_calls"] for kept in target["recompute"]["results"]}
-        assert families == {"mm": 3, "grouped mm": 1}
+        assert families == {"mm": 3}
+        assert target["recompute"]["last_bytes"] > 0
     assert selective["recompute"]["repeated_flops"] < full["recompute"]["repeated_flops"]
     assert selective["recompute"]["net_freed_bytes"] < full["recompute"]["net_freed_bytes"]
 
