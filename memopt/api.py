@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.analyze import analyze
-from memopt.config import Config, parse_config, passes_for, validate_attention_swap
+from memopt.config import Config, parse_config, passes_for, validate_activation_checkpoint, validate_attention_swap
 from memopt.errors import IllegalValueError, NoSelfAttentionError, RequestError
 from memopt.ir import ModuleGraph, Plan
 from memopt.passes import Pass, Pipeline, make_pass
@@ -38,10 +38,11 @@ def plan(
 ) -> Plan:
     """Decide what the saved tensors of a traced model do, by a configuration or its keys as keyword arguments.
 
-    `passes`, or their names, replace the pipeline that the configuration stands for. Raises MemoptError.
+    `passes`, or their names with options, replace the pipeline that the configuration stands for. Raises MemoptError.
     """
     config = _config(config, options)
     validate_attention_swap(config)
+    validate_activation_checkpoint(config)
     if not isinstance(graph, ModuleGraph):
         raise IllegalValueError("graph", type(graph).__name__, "a ModuleGraph, as memopt.analyze returns it")
     passes = passes_for(config) if passes is None else passes
@@ -64,6 +65,7 @@ def apply(
         return apply_plan(model, plan_or_config)
     config = _config(plan_or_config, {})
     validate_attention_swap(config)
+    validate_activation_checkpoint(config)
     if inputs is not None:
         return _trace_and_apply(config, model, inputs, autocast=autocast)
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}

@@ -5,7 +5,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
 
-from memopt.errors import IllegalValueError, IncompatibleError, RequestError, UnknownNameError, UnreadableFileError
+from memopt.errors import (
+    SWAP_AND_CHECKPOINT,
+    IllegalValueError,
+    IncompatibleError,
+    UnknownNameError,
+    UnreadableFileError,
+)
 
 SwapMode = Literal["none", "attention"]
 CheckpointMode = Literal["off", "full", "selective"]
@@ -18,13 +24,14 @@ class Config:
     activation_swap: SwapMode = "none"
     """``attention`` swaps what self attention saves to pinned host memory."""
     activation_checkpoint: CheckpointMode = "off"
-    """Recompute instead of save. This version implements ``off`` only."""
+    """Recompute in backward instead of saving in forward: ``full`` everything in the layers, ``selective`` all but the
+    results of expensive functions. Excludes swap."""
     enable_compile: bool = False
-    """Whether the trainer compiles the model. Swap runs eagerly only."""
+    """Whether the trainer compiles the model: what is checkpointed may then be compiled. Swap runs eagerly only."""
     pp_size: int = 1
     """The number of pipeline stages. Swap needs 1."""
     backend: str = "torch"
-    """The framework that trains. Swap needs ``torch``."""
+    """The framework that trains. Swap and checkpointing need ``torch``."""
 
     def __post_init__(self) -> None:
         for key, hint in get_type_hints(Config).items():
@@ -67,7 +74,7 @@ def validate_attention_swap(config: Config) -> None:
     if config.enable_compile:
         raise IncompatibleError("activation_swap='attention' is incompatible with torch.compile")
     if config.activation_checkpoint != "off":
-        raise IncompatibleError("activation_swap='attention' is incompatible with activation checkpointing")
+        raise IncompatibleError(SWAP_AND_CHECKPOINT)
     if config.pp_size != 1:
         raise IncompatibleError("activation_swap='attention' does not support pipeline parallelism")
     if config.backend != "torch":
@@ -76,14 +83,25 @@ def validate_attention_swap(config: Config) -> None:
         )
 
 
-def passes_for(config: Config) -> tuple[str, ...]:
-    """Return the names of the passes that a config asks for, in order; raises for what it may not ask."""
-    validate_attention_swap(config)
-    if config.activation_checkpoint != "off":
-        raise RequestError(
-            f"activation_checkpoint={config.activation_checkpoint!r} is not implemented in this version; use 'off'"
+def validate_activation_checkpoint(config: Config) -> None:
+    """Raise an IncompatibleError if checkpointing is on together with what excludes it; pipeline stages do not."""
+    if config.activation_checkpoint != "off" and config.backend != "torch":
+        raise IncompatibleError(
+            f"activation_checkpoint={config.activation_checkpoint!r} supports only the PyTorch backend "
+            f"(backend='torch'), not {config.backend!r}"
         )
-    return ("attention-swap", "prefetch-chain") if config.activation_swap == "attention" else ()
+
+
+def passes_for(config: Config) -> tuple[str, ...]:
+    """Return the passes that a config asks for, in order and with their options; raises for what it may not ask."""
+    validate_attention_swap(config)
+    validate_activation_checkpoint(config)
+    if config.activation_swap == "attention":
+        return ("attention-swap", "prefetch-chain")
+    if config.activation_checkpoint == "off":
+        return ()
+    compiles = ":compiles=true" if config.enable_compile else ""
+    return (f"activation-checkpoint:mode={config.activation_checkpoint}{compiles}",)
 
 
 def _unquoted(key: str, value: Any) -> Any:

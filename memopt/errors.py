@@ -60,6 +60,10 @@ class IncompatibleError(RequestError):
     """Two settings that exclude each other; the sentences are those of the RFC."""
 
 
+SWAP_AND_CHECKPOINT = "activation_swap='attention' is incompatible with activation checkpointing"
+"""What an IncompatibleError says of them, whether the configuration asks for both or the passes do."""
+
+
 class NoSelfAttentionError(MemoptError):
     """Attention swap found nothing to do."""
 
@@ -80,6 +84,19 @@ class NoLayerContainerError(MemoptError):
             wrong = f"found no layers in {class_name} at any of its registered paths: {paths}"
             remedy = "add the path of this version to memopt.ir.layer_registry"
         super().__init__(f"activation_checkpoint {wrong}; {remedy}, or set activation_checkpoint to off")
+
+
+class NothingToCheckpointError(MemoptError):
+    """Activation checkpointing found layers, but nothing in them to recompute."""
+
+    def __init__(self, class_name: str, *, num_layers: int, num_silent: int) -> None:
+        silent = f"{num_silent} of its {num_layers} layers save nothing for backward"
+        others = ", and the others have no part that may run twice" if num_silent < num_layers else ""
+        remedy = "train parameters in or below them" if num_silent else "name a part as memopt.ir.submodules knows it"
+        super().__init__(
+            f"activation_checkpoint found nothing to recompute in {class_name}: {silent}{others}; "
+            f"{remedy}, or set activation_checkpoint to off"
+        )
 
 
 class InvalidPlanError(MemoptError):

@@ -13,6 +13,19 @@ def format_bytes(num_bytes: int) -> str:
     return f"{num_bytes} B"
 
 
+def mib_text(num_bytes: int) -> str:
+    """Return a size in MiB with two places, so that a column of them lines up."""
+    return f"{num_bytes / MIB:,.2f}"
+
+
 def count_noun(count: int, noun: str) -> str:
     """Return a count and its noun, e.g. ``1 module``, ``48 modules``."""
     return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def format_flops(flops: int) -> str:
+    """Return a number of floating-point operations as text, e.g. ``740.9 GFLOP``."""
+    for power, name in ((15, "P"), (12, "T"), (9, "G"), (6, "M"), (3, "k")):
+        if flops >= 10**power:
+            return f"{flops / 10**power:,.1f} {name}FLOP"
+    return f"{flops} FLOP"

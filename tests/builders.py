@@ -4,7 +4,10 @@ import math
 from dataclasses import dataclass, field, replace
 
 from memopt.ir import (
+    Family,
+    FunctionCall,
     Kind,
+    KvSharing,
     ModelFacts,
     ModuleCall,
     ModuleGraph,
@@ -36,6 +39,21 @@ class Save:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Function:
+    """One call of an expensive function, as a test writes it down; it saves what is saved from `first` before `end`."""
+
+    owner: str
+    first: int
+    end: int
+    outputs: dict[str, int]
+    """Bytes by the name of the storage."""
+    family: Family = Family.MM
+    statistics: dict[str, int] = field(default_factory=dict)
+    flops: int = 0
+    keepable: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
 class Build:
     """What else a graph says."""
 
@@ -43,6 +61,16 @@ class Build:
     class_name: str = "Qwen3MoeForCausalLM"
     classes: dict[str, str] = field(default_factory=dict)
     aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    bases: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By a module's own name, as `classes` is."""
+    frozen: tuple[str, ...] = ()
+    """Modules whose one parameter needs no grad."""
+    inputs: dict[str, dict[str, int]] = field(default_factory=dict)
+    """By FQN: bytes by the name of the storage."""
+    flops: dict[str, int] = field(default_factory=dict)
+    functions: tuple[Function, ...] = ()
+    native_checkpointing: bool = False
+    kv_sharing: KvSharing = KvSharing.NONE
     held: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     dtype: str = "float32"
@@ -59,7 +87,7 @@ def graph_of(*saves, build=None):
     storages: dict[str, int] = {}
     saved = tuple(_tensor(index, save, storages) for index, save in enumerate(saves))
     nodes = tuple(_node(fqn, build) for fqn in _fqns(saves))
-    calls = _calls([node.fqn for node in nodes], saved)
+    calls = _calls([node.fqn for node in nodes], saved, build, storages)
     number = {call.fqn: call.index for call in calls}
     return ModuleGraph(
         model=ModelFacts(
@@ -68,6 +96,8 @@ def graph_of(*saves, build=None):
             num_parameters=30_532_122_624,
             parameter_bytes=61_064_245_248,
             transformers_version="5.17.0",
+            native_checkpointing=build.native_checkpointing,
+            kv_sharing=build.kv_sharing,
         ),
         input=TraceInput(
             batch_size=1,
@@ -82,6 +112,7 @@ def graph_of(*saves, build=None):
         saved=tuple(replace(tensor, call=number[tensor.owner]) for tensor in saved),
         flows=(),
         held=frozenset(storages[name] for name in build.held),
+        functions=tuple(_function(function, number[function.owner], storages) for function in build.functions),
         notes=build.notes,
     )
 
@@ -123,6 +154,86 @@ def qwen_layer(layer, *, tokens):
         Save(owner=f"{attn}.o_proj", shape=(tokens, 4096), storage=out, **bf16),
         Save(owner=f"{attn}.o_proj", shape=(4096, 2048), **weight),
         Save(owner=f"{block}.mlp.experts", node="GroupedMmBackward0", shape=(8 * tokens, 2048), **bf16),
+    ]
+
+
+def checkpointed_layers(num_layers, **options):
+    """Return what decoder layers save, in outline, and what else a graph says of them."""
+    saves = [save for layer in range(num_layers) for save in _checkpointed_layer(layer)]
+    functions = [function for layer in range(num_layers) for function in _layer_functions(layer)]
+    layers = [f"model.layers.{layer}" for layer in range(num_layers)]
+    inputs = {fqn: {f"{fqn} entry": 4 * MIB, "rotary": MIB} for fqn in layers}
+    inputs |= {f"{fqn}.self_attn": {f"{fqn} normed": 4 * MIB, "rotary": MIB} for fqn in layers}
+    inputs |= {f"{fqn}.mlp": {f"{fqn} attended": 4 * MIB} for fqn in layers}
+    flops = {"": 4_000_000_000 * num_layers + 10**9} | dict.fromkeys(layers, 4_000_000_000)
+    flops |= {f"{fqn}.self_attn": 2_500_000_000 for fqn in layers} | {f"{fqn}.mlp": 1_500_000_000 for fqn in layers}
+    facts = {
+        "name": "hand-made",
+        "class_name": "LlamaForCausalLM",
+        "classes": {"layers": "ModuleList", "self_attn": "LlamaAttention", "mlp": "LlamaMLP"}
+        | {str(layer): "LlamaDecoderLayer" for layer in range(num_layers)},
+        "bases": {str(layer): ("GradientCheckpointingLayer",) for layer in range(num_layers)},
+        "native_checkpointing": True,
+        "inputs": inputs,
+        "flops": flops,
+        "functions": tuple(functions),
+    }
+    return saves, Build(**(facts | options))
+
+
+def _checkpointed_layer(layer):
+    """Return ten saves: of a norm, of attention, and of an MLP of two products."""
+    block = f"model.layers.{layer}"
+    attn, mlp = f"{block}.self_attn", f"{block}.mlp"
+    attention = {"owner": attn, "node": "ScaledDotProductFlashAttentionBackward0"}
+    weight = {"kind": Kind.PARAMETER, "field": "mat2"}
+    return [
+        mib_save(f"{block}.input_layernorm", 8, node="PowBackward0"),
+        mib_save(f"{attn}.q_proj", 4, storage=f"{block} normed"),
+        mib_save(f"{attn}.q_proj", 16, **weight),
+        mib_save(attn, 1, node="MulBackward0", field="other", storage="rotary"),
+        mib_save(num_mib=4, field="query", storage=f"{block} query", **attention),
+        mib_save(num_mib=4, field="output", storage=f"{block} mixed", **attention),
+        mib_save(f"{mlp}.up_proj", 4, storage=f"{block} attended"),
+        mib_save(f"{mlp}.up_proj", 16, **weight),
+        mib_save(mlp, 12, node="GeluBackward0", storage=f"{block} up"),
+        mib_save(f"{mlp}.down_proj", 12, storage=f"{block} activated"),
+    ]
+
+
+def _layer_functions(layer):
+    block, first = f"model.layers.{layer}", 10 * layer
+    return [
+        Function(
+            owner=f"{block}.self_attn.q_proj",
+            first=first + 1,
+            end=first + 3,
+            outputs={f"{block} projected": 4 * MIB},
+            flops=500_000_000,
+        ),
+        Function(
+            owner=f"{block}.self_attn",
+            first=first + 4,
+            end=first + 6,
+            outputs={f"{block} mixed": 4 * MIB},
+            family=Family.ATTENTION,
+            statistics={f"{block} logsumexp": 1024},
+            flops=2_000_000_000,
+        ),
+        Function(
+            owner=f"{block}.mlp.up_proj",
+            first=first + 6,
+            end=first + 8,
+            outputs={f"{block} up": 12 * MIB},
+            flops=750_000_000,
+        ),
+        Function(
+            owner=f"{block}.mlp.down_proj",
+            first=first + 9,
+            end=first + 10,
+            outputs={f"{block} down": 4 * MIB},
+            flops=750_000_000,
+        ),
     ]
 
 
@@ -183,15 +294,42 @@ def _within(owner, fqn):
 def _node(fqn, build):
     own = fqn.rpartition(".")[2]
     class_name = build.classes.get(own, "Linear" if own.endswith("_proj") else own.capitalize() or build.class_name)
-    fqns = (fqn, *build.aliases.get(fqn, ()))
-    return ModuleNode(fqn=fqn, fqns=fqns, class_name=class_name, num_parameters=0, parameter_bytes=0)
+    return ModuleNode(
+        fqn=fqn,
+        fqns=(fqn, *build.aliases.get(fqn, ())),
+        class_name=class_name,
+        bases=build.bases.get(own, ()),
+        num_parameters=1,
+        num_trainable=int(fqn not in build.frozen),
+        parameter_bytes=0,
+    )
 
 
-def _calls(fqns, saved):
+def _calls(fqns, saved, build, storages):
     calls = []
     for index, fqn in enumerate(fqns):
         inside = [tensor.index for tensor in saved if _within(tensor.owner, fqn)]
         parent = fqns.index(fqn.rpartition(".")[0]) if fqn else None
         first, end = (min(inside), max(inside) + 1) if inside else (0, 0)
-        calls.append(ModuleCall(index=index, fqn=fqn, parent=parent, first_save=first, end_save=end))
+        inputs, flops = _numbered(build.inputs.get(fqn, {}), storages), build.flops.get(fqn, 0)
+        calls.append(
+            ModuleCall(index=index, fqn=fqn, parent=parent, first_save=first, end_save=end, inputs=inputs, flops=flops)
+        )
     return tuple(calls)
+
+
+def _function(function, call, storages):
+    return FunctionCall(
+        family=function.family,
+        call=call,
+        first_save=function.first,
+        end_save=function.end,
+        outputs=_numbered(function.outputs, storages),
+        flops=function.flops,
+        statistics=_numbered(function.statistics, storages),
+        keepable=function.keepable,
+    )
+
+
+def _numbered(sizes, storages):
+    return tuple((storages.setdefault(name, len(storages)), size) for name, size in sizes.items())

@@ -2,15 +2,22 @@
 
 import pytest
 
-from memopt.config import Config, load_config, parse_config, passes_for, validate_attention_swap
+from memopt.config import (
+    Config,
+    load_config,
+    parse_config,
+    passes_for,
+    validate_activation_checkpoint,
+    validate_attention_swap,
+)
 from memopt.errors import (
     IllegalValueError,
     IncompatibleError,
     MemoptError,
-    RequestError,
     UnknownNameError,
     UnreadableFileError,
 )
+from memopt.passes import ActivationCheckpoint, make_pass
 
 
 def loaded(tmp_path, text):
@@ -137,9 +144,20 @@ def test_what_attention_swap_excludes(options, message):
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
-def test_checkpointing_alone_says_that_it_is_not_implemented(mode):
-    with pytest.raises(RequestError, match=f"activation_checkpoint='{mode}' is not implemented in this version"):
-        passes_for(Config(activation_checkpoint=mode))
+def test_checkpointing_asks_for_one_pass(mode):
+    assert passes_for(Config(activation_checkpoint=mode)) == (f"activation-checkpoint:mode={mode}",)
+    compiled = Config(activation_checkpoint=mode, enable_compile=True, pp_size=2)
+    assert passes_for(compiled) == (f"activation-checkpoint:mode={mode}:compiles=true",)
+    assert [make_pass(text) for text in passes_for(compiled)] == [ActivationCheckpoint(mode=mode, compiles=True)]
+
+
+def test_checkpointing_excludes_other_frameworks():
+    with pytest.raises(IncompatibleError) as error:
+        passes_for(Config(activation_checkpoint="full", backend="mindspore"))
+    assert str(error.value) == (
+        "activation_checkpoint='full' supports only the PyTorch backend (backend='torch'), not 'mindspore'"
+    )
+    validate_activation_checkpoint(Config(backend="mindspore"))
 
 
 def test_every_error_is_a_value_error():

@@ -2,13 +2,15 @@
 
 import inspect
 from collections import Counter
+from itertools import accumulate, chain
 from typing import Any
 
 import torch
 from torch import nn
 
-from memopt.analyze.observe import Observation, Save
-from memopt.ir import KvSharing, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
+from memopt.analyze.functions import is_keepable
+from memopt.analyze.observation import Observation, Save
+from memopt.ir import FunctionCall, KvSharing, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
 from memopt.tensors import storage_key
 
 
@@ -17,18 +19,17 @@ def build_graph(
 ) -> ModuleGraph:
     """Return the graph of an observed forward; saves whose graph was dropped before its end are left out."""
     alive = [index for index, save in enumerate(seen.saves) if save.ticket() is not None]
-    place = {index: new for new, index in enumerate(alive)}
-    storages: dict[int, int] = {}
-    for save in seen.saves:
-        storages.setdefault(storage_key(save.tensor), len(storages))
+    place = _places(len(seen.saves), alive)
+    storages = _storages(seen)
     return ModuleGraph(
         model=_model_facts(model, name),
         input=trace_input,
         modules=module_nodes(model),
-        calls=_calls(seen, place),
+        calls=_calls(seen, place, storages),
         saved=_saved(seen, alive, storages),
         flows=tuple(seen.flows),
         held=frozenset(storages[key] for key in seen.held if key in storages),
+        functions=_functions(seen, place, storages),
         notes=notes,
     )
 
@@ -96,16 +97,50 @@ def _kv_sharing(model: nn.Module) -> KvSharing:
     return KvSharing.DICT if takes_dict else KvSharing.CACHE
 
 
-def _calls(seen: Observation, place: dict[int, int]) -> tuple[ModuleCall, ...]:
-    """Return the calls with their intervals moved to the places of the saves that are left."""
-    before = [0]
-    for index in range(len(seen.saves)):
-        before.append(before[-1] + (index in place))
+def _places(num_saves: int, alive: list[int]) -> list[int]:
+    """Return how many of the saves that are left came before each one, and before the end."""
+    left = set(alive)
+    return list(accumulate((index in left for index in range(num_saves)), initial=0))
+
+
+def _storages(seen: Observation) -> dict[int, int]:
+    """Return the storages by number: those of saves first, then what else calls and functions know."""
+    storages: dict[int, int] = {}
+    inputs = (key for call in seen.calls for key in call.inputs)
+    outputs = (storage_key(tensor) for function in seen.functions for tensor in function.outputs)
+    for key in chain((storage_key(save.tensor) for save in seen.saves), inputs, outputs):
+        storages.setdefault(key, len(storages))
+    return storages
+
+
+def _calls(seen: Observation, place: list[int], storages: dict[int, int]) -> tuple[ModuleCall, ...]:
     return tuple(
         ModuleCall(
-            index=c.index, fqn=c.fqn, parent=c.parent, first_save=before[c.first_save], end_save=before[c.end_save]
+            index=call.index,
+            fqn=call.fqn,
+            parent=call.parent,
+            first_save=place[call.first_save],
+            end_save=place[call.end_save],
+            inputs=tuple((storages[key], size) for key, size in call.inputs.items()),
+            flops=call.flops,
         )
-        for c in seen.calls
+        for call in seen.calls
+    )
+
+
+def _functions(seen: Observation, place: list[int], storages: dict[int, int]) -> tuple[FunctionCall, ...]:
+    return tuple(
+        FunctionCall(
+            family=function.family,
+            call=function.call,
+            first_save=place[function.first_save],
+            end_save=place[function.end_save],
+            outputs=tuple({storages[storage_key(t)]: t.untyped_storage().nbytes() for t in function.outputs}.items()),
+            flops=function.flops,
+            statistics=tuple((storages[key], size) for key, size in function.statistics.items()),
+            keepable=is_keepable(function),
+        )
+        for function in seen.functions
     )
 
 

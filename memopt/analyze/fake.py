@@ -9,12 +9,30 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from memopt.analyze.cuda_sdpa import cuda_scaled_dot_product_attention
+from memopt.analyze.flops import flops_of
 
 
 class TraceMode(FakeTensorMode):
-    """FakeTensorMode with the kernels that it lacks."""
+    """FakeTensorMode with the kernels that it lacks, and a count of what the operators take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        self._is_inside = False
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer an operator and count it; what it is made of is not counted, and its answer may come from a cache."""
+        if self._is_inside:
+            return self._answer(func, types, args, kwargs)
+        self._is_inside = True
+        try:
+            out = self._answer(func, types, args, kwargs)
+        finally:
+            self._is_inside = False
+        self.flops += flops_of(func, args, kwargs or {}, out)
+        return out
+
+    def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """Answer for grouped_mm outside bf16: it runs, but its meta kernel refuses."""
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm_output(*args[:2])

@@ -1,6 +1,6 @@
 """Name each save by the autograd node and field that hold it."""
 
-from memopt.analyze.observe import Observation, Ticket
+from memopt.analyze.observation import Observation, Ticket
 from memopt.autograd import packed_saves
 
 

@@ -16,7 +16,8 @@ from torch._subclasses.fake_tensor import (
 from memopt.analyze.build import build_graph, dtype_name
 from memopt.analyze.fake import TargetKernels, TraceMode, like_a_real_run
 from memopt.analyze.inputs import as_call, batch_shape, example_inputs, fake_arguments
-from memopt.analyze.observe import Observation, observe
+from memopt.analyze.observation import Observation
+from memopt.analyze.observe import observe
 from memopt.analyze.roles import name_saves
 from memopt.analyze.twin import twin_of_config, twin_of_model
 from memopt.analyze.values import InputValues
@@ -80,7 +81,7 @@ def _observe_fake(
     values = InputValues(mode)
     fake_args, fake_kwargs = fake_arguments((tuple(args), dict(kwargs)), values, mode)
     device = _device_type(twin)
-    seen = Observation()
+    seen = Observation(flops=lambda: mode.flops)
     with ExitStack() as stack:
         stack.enter_context(_trace_errors(twin, seen))
         stack.enter_context(like_a_real_run())

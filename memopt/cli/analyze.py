@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from memopt.cli import options
 from memopt.cli.app import make_app
 from memopt.cli.output import progress, show, writing
-from memopt.cli.request import InputRequest, make_config, make_passes, who_said_none
+from memopt.cli.request import Flags, InputRequest, make_passes
 from memopt.cli.run import run
 from memopt.errors import RequestError
 
@@ -20,6 +20,7 @@ app = make_app(
     "memopt-analyze",
     """    memopt-analyze qwen3-30b-a3b --swap attention
     memopt-analyze qwen3-8b --swap attention --seq-length 4096 --format json
+    memopt-analyze qwen3-30b-a3b --checkpoint selective --seq-length 4096
     memopt-analyze my_package.models:build --config memopt.yaml --save-plan plan.json
     memopt-analyze llama-3.1-8b --swap attention --format svg --output plan.svg""",
 )
@@ -32,6 +33,7 @@ def analyze(
     *,
     config: options.ConfigFile = None,
     swap: options.Swap = None,
+    checkpoint: options.Checkpoint = None,
     passes: options.Passes = None,
     batch_size: options.BatchSize = None,
     seq_length: options.SeqLength = None,
@@ -50,8 +52,9 @@ def analyze(
     """Trace one training step of a model, without weights or GPU, and show what a plan does for its memory."""
     if output and save_plan and output.resolve() == save_plan.resolve():
         raise RequestError(f"--output and --save-plan both name {str(output)!r}; give each its own file")
-    chosen = make_config(config, swap)
-    pipeline = make_passes(passes, chosen, said_none=who_said_none(config, swap))
+    flags = Flags(config=config, swap=swap, checkpoint=checkpoint)
+    chosen = flags.chosen()
+    pipeline = make_passes(passes, flags, chosen)
     request = InputRequest(
         batch_size=batch_size,
         seq_length=seq_length,

@@ -8,7 +8,7 @@ from cyclopts import Parameter
 from memopt.cli import options
 from memopt.cli.app import make_app
 from memopt.cli.output import progress, show
-from memopt.cli.request import InputRequest, PlanRequest
+from memopt.cli.request import Flags, InputRequest, PlanRequest
 from memopt.cli.run import run
 from memopt.cli.verdict import proof_report
 from memopt.errors import VerificationError
@@ -16,6 +16,7 @@ from memopt.errors import VerificationError
 app = make_app(
     "memopt-apply",
     """    memopt-apply tiny-qwen3-moe --swap attention
+    memopt-apply tiny-qwen3-moe --checkpoint selective
     memopt-apply tiny-qwen3-moe --plan plan.json --steps 10
     memopt-apply my_package.models:build --config memopt.yaml --device cuda --autocast bfloat16
     memopt-apply qwen3-30b-a3b --swap attention --num-layers 4 --device cuda --format json""",
@@ -30,6 +31,7 @@ def apply(
     config: options.ConfigFile = None,
     plan: Annotated[Path | None, Parameter(help="A plan that memopt-analyze --save-plan wrote.")] = None,
     swap: options.Swap = None,
+    checkpoint: options.Checkpoint = None,
     passes: options.Passes = None,
     steps: Annotated[int, Parameter(help="Training steps of each run.", validator=options.COUNT)] = 3,
     batch_size: options.BatchSize = None,
@@ -51,10 +53,11 @@ def apply(
 ) -> None:
     """Train a few steps with a plan and without it, from the same weights on the same batches, and compare.
 
-    Give one of --config, --plan and --swap. Batches are random tokens. Losses and gradients must be equal bit for
-    bit; where the kernels of an accelerator are not deterministic, as near as the run without the plan is to itself.
+    Give one of --config, --plan, --swap and --checkpoint. Batches are random tokens. Losses and gradients must be
+    equal bit for bit; where the kernels of an accelerator are not deterministic, as near as the run without the plan is
+    to itself.
     """
-    asked = PlanRequest.of(config=config, plan=plan, swap=swap, passes=passes)
+    asked = PlanRequest.of(Flags(config=config, swap=swap, checkpoint=checkpoint), plan=plan, passes=passes)
     request = InputRequest(
         batch_size=batch_size,
         seq_length=seq_length,

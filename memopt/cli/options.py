@@ -32,15 +32,28 @@ Model = Annotated[
     ),
 ]
 ConfigFile = Annotated[
-    Path | None, Parameter(name="--config", help="A YAML file with activation_swap and further keys.")
+    Path | None,
+    Parameter(name="--config", help="A YAML file with activation_swap, activation_checkpoint and further keys."),
 ]
 Swap = Annotated[
     Literal["none", "attention"] | None,
     Parameter(help="What to swap to pinned host memory; it outranks the file's activation_swap."),
 ]
+Checkpoint = Annotated[
+    Literal["off", "full", "selective"] | None,
+    Parameter(
+        help="What to compute a second time in backward instead of saving it: full, everything in the layers (least "
+        "memory, about a third more computation); selective, all but attention, every other matrix product and other "
+        "expensive results (more memory, less computation). It outranks the file's activation_checkpoint, and excludes "
+        "--swap attention."
+    ),
+]
 Passes = Annotated[
     str | None,
-    Parameter(help="Passes to run instead of those of the configuration, e.g. attention-swap,prefetch-chain."),
+    Parameter(
+        help="Passes to run instead of those of the configuration, each with its options, e.g. "
+        "attention-swap,prefetch-chain or activation-checkpoint:mode=full:compiles=true."
+    ),
 ]
 BatchSize = Annotated[
     int | None, Parameter(help="Sequences a batch. Default: the model's preset, else 1.", validator=COUNT)

@@ -9,7 +9,7 @@ from torch import nn
 
 import memopt
 from memopt.cli.training import Run, snapshot, train
-from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, training_faults
+from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, replay_faults, training_faults
 from memopt.ir import Plan, PlanAccount, TraceInput, account
 
 if TYPE_CHECKING:
@@ -72,13 +72,14 @@ def prove(trial: Trial, *, verify: bool) -> Proof:
     planned, stats = _run_with_plan(trial, start)
     totals = account(trial.plan)
     difference, differences = judge(baselines, planned)
-    contradictions = copy_faults(totals, _copies(trial, totals, stats)) if verify else []
+    contradictions = _contradictions(trial, totals, stats) if verify else []
     faults = [*differences, *contradictions]
     values = {
         "verified": not faults if verify else None,
         **_equality(difference),
         **_counters(stats),
         "predicted_swap_bytes": totals.swap_bytes,
+        **_replays(totals, stats),
         **_costs(baselines[0] if baselines else None, planned),
         "notes": [*faults, *_notes(trial, totals, baselines, planned)],
     }
@@ -113,6 +114,13 @@ def _run_with_plan(trial: Trial, start: Mapping[str, Any]) -> "tuple[Run, Stats]
         handle.undo()
 
 
+def _contradictions(trial: Trial, totals: PlanAccount, stats: "Stats") -> list[str]:
+    return [
+        *copy_faults(totals, _copies(trial, totals, stats)),
+        *replay_faults(totals, _counter(stats, "replayed_calls")),
+    ]
+
+
 def _copies(trial: Trial, totals: PlanAccount, stats: "Stats") -> Copies:
     return Copies(
         copied_out_bytes=stats.copied_out_bytes,
@@ -137,6 +145,22 @@ def _counters(stats: "Stats") -> dict[str, Any]:
     }
 
 
+def _replays(totals: PlanAccount, stats: "Stats") -> dict[str, Any]:
+    """Return the counters of what was recomputed beside what the plan foretells for a step; nothing for other plans."""
+    recomputed = [target.recompute for target in totals.targets if target.recompute]
+    counters = {
+        **{name: _counter(stats, name) for name in ("checkpointed_calls", "replayed_calls", "kept_results_bytes")},
+        "predicted_calls": sum(one.num_calls for one in recomputed),
+        "predicted_kept_results_bytes": totals.result_bytes,
+    }
+    return {"replays": counters} if recomputed else {}
+
+
+def _counter(stats: "Stats", name: str) -> int:
+    """Return a counter of the replays, 0 from a runtime that has none."""
+    return int(getattr(stats, name, 0))
+
+
 def _costs(baseline: Run | None, planned: Run) -> dict[str, Any]:
     return {
         key: {"baseline": baseline and getattr(baseline, key), "planned": getattr(planned, key)}
@@ -148,7 +172,7 @@ def _notes(trial: Trial, totals: PlanAccount, baselines: Sequence[Run], planned:
     notes = []
     if baselines and planned.any_nan and baselines[0].any_nan:
         notes.append("the loss is NaN in both runs")
-    if not totals.swap_bytes:
+    if not totals.swap_bytes and not any(target.recompute for target in totals.targets):
         notes.append("the plan swaps nothing, so that equal results prove nothing")
     if differing := input_differences(trial.plan.graph.input, trial.input):
         notes.append(

@@ -7,7 +7,15 @@ from typing import Literal
 from memopt.config import Config, load_config, passes_for
 from memopt.errors import IllegalValueError, RequestError
 from memopt.ir import Plan, TraceInput, load_plan
-from memopt.passes import PASSES, Pass, PrefetchChain, make_pass, parse_passes
+from memopt.passes import (
+    PASSES,
+    ActivationCheckpoint,
+    AttentionSwap,
+    Pass,
+    PrefetchChain,
+    make_pass,
+    parse_passes,
+)
 from memopt.presets import DefaultInput
 
 _CHAIN = PrefetchChain.name
@@ -35,6 +43,39 @@ class InputRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Flags:
+    """The flags that stand for a configuration."""
+
+    config: Path | None = None
+    swap: Literal["none", "attention"] | None = None
+    checkpoint: Literal["off", "full", "selective"] | None = None
+
+    def __bool__(self) -> bool:
+        return any((self.config, self.swap, self.checkpoint))
+
+    def chosen(self) -> Config:
+        """Return the configuration of the file, outranked by the other flags."""
+        config = load_config(self.config) if self.config else Config()
+        return replace(
+            config,
+            activation_swap=self.swap or config.activation_swap,
+            activation_checkpoint=self.checkpoint or config.activation_checkpoint,
+        )
+
+    def refusals(self, chosen: Config) -> dict[str, str]:
+        """Return, by the name of a pass, which flag says that it has nothing to do; none where that is the default."""
+        file = f"--config {self.config}" if self.config and not passes_for(chosen) else ""
+        refusals = {}
+        if chosen.activation_swap == "none" and (said := f"--swap {self.swap}" if self.swap else file):
+            refusals[AttentionSwap.name] = f"{said}, which swaps nothing"
+        if chosen.activation_checkpoint == "off" and (
+            said := f"--checkpoint {self.checkpoint}" if self.checkpoint else file
+        ):
+            refusals[ActivationCheckpoint.name] = f"{said}, which recomputes nothing"
+        return refusals
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """The plan that the flags ask for: one that was saved, or a configuration and passes to make one."""
 
@@ -43,45 +84,34 @@ class PlanRequest:
     passes: tuple[Pass, ...] = ()
 
     @classmethod
-    def of(
-        cls, *, config: Path | None, plan: Path | None, swap: Literal["none", "attention"] | None, passes: str | None
-    ) -> "PlanRequest":
+    def of(cls, flags: Flags, *, plan: Path | None, passes: str | None) -> "PlanRequest":
         """Read what the flags name; raises RequestError unless there is a plan, or a configuration or passes."""
         if plan is not None:
-            if config or swap or passes is not None:
-                raise RequestError("--plan holds all decisions; give it without --config, --swap and --passes")
+            if flags or passes is not None:
+                raise RequestError(
+                    "--plan holds all decisions; give it without --config, --swap, --checkpoint and --passes"
+                )
             return cls(plan=load_plan(plan))
-        if not (config or swap) and passes is None:
-            raise RequestError("what to apply? give one of --config FILE, --plan PLAN.json and --swap attention")
-        chosen = make_config(config, swap)
-        return cls(config=chosen, passes=make_passes(passes, chosen, said_none=who_said_none(config, swap)))
+        if not flags and passes is None:
+            raise RequestError(
+                "what to apply? give one of --config FILE, --plan PLAN.json, --swap attention and --checkpoint full"
+            )
+        chosen = flags.chosen()
+        return cls(config=chosen, passes=make_passes(passes, flags, chosen))
 
 
-def make_config(path: Path | None, swap: Literal["none", "attention"] | None) -> Config:
-    """Return the configuration of a file, its swap outranked by the flag."""
-    config = load_config(path) if path else Config()
-    return replace(config, activation_swap=swap) if swap else config
-
-
-def who_said_none(path: Path | None, swap: Literal["none", "attention"] | None) -> str | None:
-    """Return the flag by which a configuration that swaps nothing was asked for; None where no flag did."""
-    return f"--swap {swap}" if swap else f"--config {path}" if path else None
-
-
-def make_passes(names: str | None, config: Config, *, said_none: str | None) -> tuple[Pass, ...]:
-    """Return the passes that the flag names, else those that the configuration asks for; raises RequestError.
-
-    `said_none` is who said that nothing is to be swapped, None where that is only the default.
-    """
-    asked = passes_for(config)
+def make_passes(names: str | None, flags: Flags, chosen: Config) -> tuple[Pass, ...]:
+    """Return the passes that `names` lists, else those that the configuration asks for; raises RequestError."""
+    asked = passes_for(chosen)
     if names is None:
         return tuple(map(make_pass, asked))
     passes = parse_passes(names)
     if not passes:
         raise IllegalValueError("passes", names, ", ".join(PASSES))
-    _check_order([pass_.name for pass_ in passes])
-    if said_none and not asked and any(pass_.name != _CHAIN for pass_ in passes):
-        raise RequestError(f"--passes {names} contradicts {said_none}, which swaps nothing; leave out one of them")
+    _check_order([text.strip() for text in names.split(",") if text.strip()])
+    refusals = flags.refusals(chosen)
+    if refused := next((refusals[pass_.name] for pass_ in passes if pass_.name in refusals), None):
+        raise RequestError(f"--passes {names} contradicts {refused}; leave out one of them")
     return passes
 
 

@@ -15,11 +15,15 @@ if TYPE_CHECKING:
 
 
 def proof_report(proof: "Proof", *, name: str, num_steps: int) -> RenderableType:
-    """Return the verdict, the two runs side by side, what was copied, and the notes."""
+    """Return the verdict, the two runs side by side, what was copied or replayed, and the notes."""
     values = proof.values
     size = Text(f"{name}, {count_noun(num_steps, 'step')}", style="dim")
     parts: list[RenderableType] = [verdict(proof, num_steps), size, ""]
-    parts += [runs_table(values), "", copies_table(values, num_steps)]
+    parts.append(runs_table(values))
+    if values["predicted_swap_bytes"] or "replays" not in values:
+        parts += ["", copies_table(values, num_steps)]
+    if "replays" in values:
+        parts += ["", replays_table(values["replays"], num_steps)]
     if values["notes"]:
         parts += ["", notes_table(values["notes"], len(proof.faults))]
     return Group(*parts)
@@ -63,6 +67,17 @@ def copies_table(values: Mapping[str, Any], num_steps: int) -> Table:
     for key, what in (("registered", "registered"), ("copied_out", "copied out"), ("copied_in", "copied back in")):
         table.add_row(what, f"{values[key]['tensors']:,}", format_bytes(values[key]["bytes"]))
     table.add_row("predicted", "", format_bytes(values["predicted_swap_bytes"] * num_steps), style="dim")
+    return table
+
+
+def replays_table(replays: Mapping[str, int], num_steps: int) -> Table:
+    """Return what was recomputed over all steps, and what the plan foretold."""
+    table = _table("all steps", "calls", "bytes")
+    table.add_row("checkpointed", f"{replays['checkpointed_calls']:,}", "")
+    table.add_row("replayed", f"{replays['replayed_calls']:,}", "")
+    table.add_row("kept results", "", format_bytes(replays["kept_results_bytes"]))
+    calls, kept = replays["predicted_calls"] * num_steps, replays["predicted_kept_results_bytes"] * num_steps
+    table.add_row("predicted", f"{calls:,}", format_bytes(kept), style="dim")
     return table
 
 

@@ -7,7 +7,7 @@ import torch
 
 from memopt.cli.training import Run
 from memopt.ir import PlanAccount
-from memopt.units import format_bytes
+from memopt.units import count_noun, format_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +77,14 @@ def copy_faults(totals: PlanAccount, copies: Copies) -> list[str]:
     if copies.predicted_bytes is not None and copies.copied_out_bytes != copies.predicted_bytes:
         out, foretold = format_bytes(copies.copied_out_bytes), format_bytes(copies.predicted_bytes)
         return [f"{out} ({copies.copied_out_bytes} B) were copied out, the plan says {foretold}"]
+    return []
+
+
+def replay_faults(totals: PlanAccount, replayed_calls: int) -> list[str]:
+    """Return where the counters contradict what the plan recomputes."""
+    regions = sum(bool(target.recompute and target.recompute.num_calls) for target in totals.targets)
+    if regions and not replayed_calls:
+        return [f"the plan recomputes {count_noun(regions, 'region')}, and nothing was replayed"]
     return []
 
 

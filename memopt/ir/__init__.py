@@ -1,6 +1,7 @@
 """Facts about a model and decisions on them: frozen values, no torch. Printed, saved, or built by hand in a test."""
 
-from memopt.ir.accounting import PlanAccount, SavedBytes, TargetAccount, TensorLine, account, keep_reason, saved_bytes
+from memopt.ir.accounting import account, keep_reason
+from memopt.ir.accounts import PlanAccount, SavedBytes, TargetAccount, TensorLine, saved_bytes
 from memopt.ir.containers import Container, layer_containers, unwrap
 from memopt.ir.graph import (
     FunctionCall,
@@ -13,10 +14,12 @@ from memopt.ir.graph import (
     SavedTensor,
     TraceInput,
 )
+from memopt.ir.layers import outermost_of, saves_activations, why_not_native
 from memopt.ir.op_policy import OP_POLICIES, Family, OpPolicy
-from memopt.ir.plan import Action, Decision, Plan, RegionKey
+from memopt.ir.plan import ROUTES, Action, Decision, Plan, RegionKey
 from memopt.ir.policy import MIN_SWAP_TENSOR_BYTES, POLICIES, CheckpointPolicy, Keep, attention_keep_reason
 from memopt.ir.queries import outermost
+from memopt.ir.recompute_account import KeptResults, RecomputeAccount
 from memopt.ir.serialize import PLAN_SCHEMA_VERSION, load_plan, plan_from_json, plan_to_json, save_plan
 from memopt.ir.submodules import layer_parts
 
@@ -25,6 +28,7 @@ __all__ = [
     "OP_POLICIES",
     "PLAN_SCHEMA_VERSION",
     "POLICIES",
+    "ROUTES",
     "Action",
     "CheckpointPolicy",
     "Container",
@@ -32,6 +36,7 @@ __all__ = [
     "Family",
     "FunctionCall",
     "Keep",
+    "KeptResults",
     "Kind",
     "KvSharing",
     "ModelFacts",
@@ -41,6 +46,7 @@ __all__ = [
     "OpPolicy",
     "Plan",
     "PlanAccount",
+    "RecomputeAccount",
     "RegionKey",
     "SavedBytes",
     "SavedTensor",
@@ -54,9 +60,12 @@ __all__ = [
     "layer_parts",
     "load_plan",
     "outermost",
+    "outermost_of",
     "plan_from_json",
     "plan_to_json",
     "save_plan",
     "saved_bytes",
+    "saves_activations",
     "unwrap",
+    "why_not_native",
 ]

@@ -1,69 +1,12 @@
 """What a plan means in bytes; the report prints it, the runtime's counters are held against it."""
 
-from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Sequence, Set
 
+from memopt.ir.accounts import PASSES, PlanAccount, TargetAccount, TensorLine, storage_bytes
 from memopt.ir.graph import Kind, ModuleGraph, SavedTensor
 from memopt.ir.plan import Action, Decision, Plan
 from memopt.ir.policy import POLICIES, Keep
-
-
-@dataclass(frozen=True, slots=True)
-class TensorLine:
-    """One saved tensor of a target, what it does and why."""
-
-    tensor: SavedTensor
-    action: Action
-    reason: str
-
-    @property
-    def covered(self) -> bool:
-        """Whether the policy passes it, though a margin may keep it."""
-        return self.reason in _COVERED
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TargetAccount:
-    """One decided module. Each storage counts once: covered, or kept for the reason of its first save."""
-
-    fqn: str
-    class_name: str
-    action: Action
-    why: str
-    lines: tuple[TensorLine, ...]
-    covered_bytes: int
-    """What passes the policy."""
-    num_covered: int
-    """How many storages that is."""
-    swap_bytes: int
-    """What will be copied, in each call each storage once: nothing where the margin keeps the target."""
-    num_swapped: int
-    freed_bytes: int
-    """What of it leaves the device, because nothing else holds it."""
-    kept: tuple[tuple[str, int], ...]
-    """(reason, bytes) of the storages that the policy does not pass."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PlanAccount:
-    """All targets, and the sums over them with each storage once."""
-
-    targets: tuple[TargetAccount, ...]
-    covered_bytes: int
-    swap_bytes: int
-    freed_bytes: int
-    num_tensors: int
-    """How many copies go out, and back, in one step."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SavedBytes:
-    """Everything that autograd saves, each storage once."""
-
-    total_bytes: int
-    parameter_bytes: int
-    """Of parameters and buffers: they are there anyway."""
-    activation_bytes: int
+from memopt.ir.recompute_account import RUNS_AGAIN, Regions
 
 
 def keep_reason(tensor: SavedTensor, policy: str) -> Keep | None:
@@ -79,67 +22,91 @@ def keep_reason(tensor: SavedTensor, policy: str) -> Keep | None:
 
 
 def account(plan: Plan) -> PlanAccount:
-    """Work out what every target of a plan covers, copies and frees."""
-    lines = {key.fqn: _lines(plan, key.fqn, decision) for key, decision in plan.decisions.items()}
+    """Work out what every target of a plan covers, copies, recomputes and frees."""
+    regions = Regions(plan)
+    lines = {key.fqn: _lines(plan, regions, key.fqn, decision) for key, decision in plan.decisions.items()}
     swapped = {line.tensor.index for target in lines.values() for line in target if line.action is Action.SWAP}
     pinned = plan.graph.held | {t.storage for t in plan.graph.saved if t.index not in swapped}
-    gone = set(pinned)
-    targets = []
-    for key, decision in plan.decisions.items():
-        targets.append(_target(plan, key.fqn, decision, lines[key.fqn], gone))
+    freed: set[int] = set()
+    targets = [
+        _target(plan, regions, key.fqn, decision, lines[key.fqn], pinned, freed)
+        for key, decision in plan.decisions.items()
+    ]
+    return _sums(plan, regions, targets)
+
+
+def _sums(plan: Plan, regions: Regions, targets: Sequence[TargetAccount]) -> PlanAccount:
+    recomputed = [target.recompute for target in targets if target.recompute]
+    covered = [line for target in targets for line in target.lines if line.covered]
     return PlanAccount(
         targets=tuple(targets),
-        covered_bytes=_bytes(line.tensor for t in lines.values() for line in t if line.covered),
-        swap_bytes=sum(t.swap_bytes for t in targets),
-        freed_bytes=sum(t.freed_bytes for t in targets),
-        num_tensors=sum(t.num_swapped for t in targets),
+        covered_bytes=storage_bytes(line.tensor for line in covered if line.action is not Action.RECOMPUTE),
+        swap_bytes=sum(target.swap_bytes for target in targets),
+        freed_bytes=sum(target.freed_bytes for target in targets),
+        num_tensors=sum(target.num_swapped for target in targets),
+        dropped_bytes=storage_bytes(line.tensor for line in covered if line.action is Action.RECOMPUTE),
+        input_bytes=sum(regions.inputs.values()),
+        result_bytes=sum(regions.results.values()) + sum(regions.last.values()),
+        added_bytes=sum(regions.added.values()),
+        replay_bytes=max((one.replay_bytes for one in recomputed), default=0),
+        flops=sum(call.flops for call in plan.graph.calls if call.parent is None),
+        repeated_flops=sum(one.repeated_flops for one in recomputed),
     )
 
 
-def saved_bytes(saved: Iterable[SavedTensor]) -> SavedBytes:
-    """Add up saved tensors, each storage once."""
-    saved = tuple(saved)
-    total = _bytes(saved)
-    parameter = _bytes(t for t in saved if t.kind in (Kind.PARAMETER, Kind.BUFFER))
-    return SavedBytes(total_bytes=total, parameter_bytes=parameter, activation_bytes=total - parameter)
-
-
-_PASSES = "passes the policy"
-_COVERED = frozenset({_PASSES, Keep.MARGIN.value})
-
-
-def _lines(plan: Plan, fqn: str, decision: Decision) -> tuple[TensorLine, ...]:
+def _lines(plan: Plan, regions: Regions, fqn: str, decision: Decision) -> tuple[TensorLine, ...]:
+    if decision.action is Action.RECOMPUTE:
+        reasons = ((tensor, regions.why_kept(tensor)) for tensor in regions.saved(fqn))
+        return tuple(
+            TensorLine(tensor, Action.KEEP, why) if why else TensorLine(tensor, Action.RECOMPUTE, RUNS_AGAIN)
+            for tensor, why in reasons
+        )
     lines = []
     for tensor in plan.graph.saved_in(fqn):
         reason = keep_reason(tensor, decision.policy)
         if reason is not None:
             lines.append(TensorLine(tensor, Action.KEEP, reason.value))
         elif decision.action is Action.SWAP:
-            lines.append(TensorLine(tensor, Action.SWAP, _PASSES))
+            lines.append(TensorLine(tensor, Action.SWAP, PASSES))
         else:
             lines.append(TensorLine(tensor, Action.KEEP, Keep.MARGIN.value))
     return tuple(lines)
 
 
-def _target(plan: Plan, fqn: str, decision: Decision, lines: tuple[TensorLine, ...], gone: set[int]) -> TargetAccount:
-    """Account for one target; `gone` are the storages that cannot be freed (any more), and grows by this one's."""
+def _target(
+    plan: Plan,
+    regions: Regions,
+    fqn: str,
+    decision: Decision,
+    lines: tuple[TensorLine, ...],
+    pinned: Set[int],
+    freed: set[int],
+) -> TargetAccount:
+    """Account for one target; `pinned` is what copying cannot free, `freed`, which grows, what is freed already."""
     covered = {line.tensor.storage: line.tensor for line in lines if line.covered}
     swapped = _copies(plan.graph, fqn, lines) if decision.action is Action.SWAP else ()
-    freed = {t.storage: t for t in swapped if t.storage not in gone}
-    gone.update(freed)
+    recomputes = decision.action is Action.RECOMPUTE
     return TargetAccount(
         fqn=fqn,
         class_name=plan.graph.by_fqn[fqn].class_name,
         action=decision.action,
         why=decision.why,
         lines=lines,
-        covered_bytes=_bytes(covered.values()),
+        covered_bytes=storage_bytes(covered.values()),
         num_covered=len(covered),
         swap_bytes=sum(t.storage_bytes for t in swapped),
         num_swapped=len(swapped),
-        freed_bytes=_bytes(freed.values()),
+        freed_bytes=_free(covered.values(), regions.held, freed) if recomputes else _free(swapped, pinned, freed),
         kept=_kept(lines, covered.keys()),
+        recompute=regions.account(fqn, route=decision.route, policy=decision.policy) if recomputes else None,
     )
+
+
+def _free(tensors: Iterable[SavedTensor], pinned: Set[int], freed: set[int]) -> int:
+    """Add to `freed` what of some tensors can be freed and is not yet, and return its bytes."""
+    new = {tensor.storage: tensor for tensor in tensors if tensor.storage not in pinned and tensor.storage not in freed}
+    freed.update(new)
+    return storage_bytes(new.values())
 
 
 def _copies(graph: ModuleGraph, fqn: str, lines: Iterable[TensorLine]) -> tuple[SavedTensor, ...]:
@@ -165,7 +132,3 @@ def _kept(lines: Iterable[TensorLine], covered: Collection[int]) -> tuple[tuple[
     for line in kept.values():
         reasons[line.reason] = reasons.get(line.reason, 0) + line.tensor.storage_bytes
     return tuple(sorted(reasons.items()))
-
-
-def _bytes(tensors: Iterable[SavedTensor]) -> int:
-    return sum({t.storage: t.storage_bytes for t in tensors}.values())

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from memopt.ir.graph import ModuleCall, ModuleGraph, SavedTensor
+from memopt.ir.graph import FunctionCall, ModuleCall, ModuleGraph, SavedTensor
 
 Fault = tuple[str, str]
 """(where in the graph, what is wrong there)."""
@@ -26,6 +26,9 @@ def _faults(graph: ModuleGraph) -> Iterator[Fault]:
     for number, tensor in enumerate(graph.saved):
         for key, what in _saved_faults(graph, number, tensor):
             yield f"saved.{number}.{key}", what
+    for number, function in enumerate(graph.functions):
+        for key, what in _function_faults(graph, function):
+            yield f"functions.{number}.{key}", what
     for number, flow in enumerate(graph.flows):
         if not all(0 <= call < len(graph.calls) for call in flow):
             yield f"flows.{number}", f"{list(flow)} is no pair of calls; there are {len(graph.calls)}"
@@ -56,9 +59,29 @@ def _call_faults(graph: ModuleGraph, number: int, call: ModuleCall) -> Iterator[
         yield "fqn", f"{call.fqn!r} is no module"
     if call.parent is not None and not 0 <= call.parent < number:
         yield "parent", f"{call.parent} is no earlier call"
+    yield from _interval_faults(graph, call)
+    yield from _size_faults("inputs", call.inputs)
+    yield from _negative("flops", call.flops)
+
+
+def _function_faults(graph: ModuleGraph, function: FunctionCall) -> Iterator[Fault]:
+    if not 0 <= function.call < len(graph.calls):
+        yield "call", f"{function.call} is no call; there are {len(graph.calls)}"
+    yield from _interval_faults(graph, function)
+    yield from _size_faults("outputs", function.outputs)
+    yield from _size_faults("statistics", function.statistics)
+    yield from _negative("flops", function.flops)
+
+
+def _interval_faults(graph: ModuleGraph, call: ModuleCall | FunctionCall) -> Iterator[Fault]:
     if not 0 <= call.first_save <= call.end_save <= len(graph.saved):
         saves = f"saves {call.first_save} to {call.end_save}"
         yield "end_save", f"{saves} are not within the {len(graph.saved)} of the graph"
+
+
+def _size_faults(key: str, sizes: tuple[tuple[int, int], ...]) -> Iterator[Fault]:
+    for number, pair in enumerate(sizes):
+        yield from _negative(f"{key}.{number}", min(pair))
 
 
 def _saved_faults(graph: ModuleGraph, number: int, tensor: SavedTensor) -> Iterator[Fault]:

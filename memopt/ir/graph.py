@@ -101,6 +101,8 @@ class FunctionCall:
     outputs: tuple[tuple[int, int], ...]
     """(storage, bytes) of what it returned."""
     flops: int
+    statistics: tuple[tuple[int, int], ...] = ()
+    """(storage, bytes) of what it saved besides its operands and its results; small where it is keepable."""
     keepable: bool
     """Whether its results can stand for it in a replay: it saves only its operands, its results and small statistics,
     draws no random numbers, and nobody writes to its results later in the forward."""

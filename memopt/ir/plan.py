@@ -20,6 +20,10 @@ class Action(enum.StrEnum):
     RECOMPUTE = "recompute"
 
 
+ROUTES = ("native", "submodule", "layer", "compile")
+"""The ways of the RFC to recompute: as transformers would, parts of a layer, a whole layer, what torch.compile takes."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class RegionKey:
     """What a decision is about: a module, or a named part of a module's forward (`region` is empty for all of it)."""
@@ -43,7 +47,7 @@ class Decision:
     policy: str
     """Which saved tensors it concerns, a key of `POLICIES`; for RECOMPUTE which results are kept, of `OP_POLICIES`."""
     route: str = ""
-    """By which way of the RFC the region came to be recomputed; empty for other actions."""
+    """One of `ROUTES` where a pass decided to recompute; empty for other actions and for a decision by hand."""
     compiles: bool = False
     """Whether the rewritten module may be given to torch.compile."""
 
@@ -56,6 +60,8 @@ class Plan:
     decisions: Mapping[RegionKey, Decision] = field(default_factory=dict)
     prefetch_chain: tuple[str, ...] = ()
     """FQNs in forward order; backward of each prefetches the one before it."""
+    notes: tuple[str, ...] = ()
+    """What a pass has to say that is not the why of one decision; printed as it stands."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decisions", MappingProxyType(dict(self.decisions)))
@@ -69,9 +75,20 @@ class Plan:
                 )
         return replace(self, decisions={**self.decisions, **decisions})
 
+    def note(self, text: str) -> "Plan":
+        """Return this plan with a note, which it gets once only."""
+        return self if text in self.notes else replace(self, notes=(*self.notes, text))
+
     def decided(self, fqn: str) -> bool:
         """Tell whether a module, one around it or one inside it has a decision."""
-        return any(_related(key.fqn, fqn) for key in self.decisions)
+        return bool(self.related(fqn))
+
+    def related(self, fqn: str) -> tuple[Decision, ...]:
+        """Return the decisions on a module, on those around it and on those inside it, under any of its names."""
+        names = self.graph.by_fqn[fqn].fqns
+        return tuple(
+            decision for key, decision in self.decisions.items() if any(_related(key.fqn, name) for name in names)
+        )
 
     def verify(self) -> None:
         """Raise an InvalidPlanError for a decision or a chain that the graph does not allow."""
@@ -82,11 +99,14 @@ class Plan:
             raise InvalidPlanError("two decisions on one module")
         for node, key in nodes.items():
             for fqn in self.graph.by_fqn[node].fqns:
-                if around := _enclosing(fqn) & nodes.keys():
+                if around := enclosing(fqn) & nodes.keys():
                     raise InvalidPlanError(
                         f"decision on {str(key)!r}: it lies inside {max(around)!r}, which has one too"
                     )
         self._verify_chain([node.fqn for node in self.graph.modules if node.fqn in nodes])
+        recomputed = {node for node, key in nodes.items() if self.decisions[key].action is Action.RECOMPUTE}
+        if stray := [fqn for fqn in self.prefetch_chain if fqn in recomputed]:
+            raise InvalidPlanError(f"prefetch chain names {stray[0]!r}, which is recomputed: nothing of it is copied")
 
     def _verify_decision(self, key: RegionKey, decision: Decision) -> None:
         if key.fqn not in self.graph.by_fqn:
@@ -96,6 +116,11 @@ class Plan:
         policies = OP_POLICIES if decision.action is Action.RECOMPUTE else POLICIES
         if decision.policy not in policies:
             raise InvalidPlanError(f"decision on {str(key)!r}: no policy is called {decision.policy!r}")
+        if decision.action is not Action.RECOMPUTE and (decision.route or decision.compiles):
+            raise InvalidPlanError(f"decision on {str(key)!r}: only what is recomputed has a route or compiles")
+        if decision.route not in ("", *ROUTES):
+            routes = ", ".join(ROUTES)
+            raise InvalidPlanError(f"decision on {str(key)!r}: no route is called {decision.route!r}; legal: {routes}")
 
     def _verify_chain(self, decided: list[str]) -> None:
         """Hold the chain against the decided modules in discovery order."""
@@ -109,10 +134,11 @@ class Plan:
                 raise InvalidPlanError(f"prefetch chain has {before!r} before {after!r}; forward discovers it after")
 
 
-def _enclosing(fqn: str) -> set[str]:
+def enclosing(fqn: str) -> set[str]:
+    """Return the names of the modules around a module, the root aside."""
     parts = fqn.split(".")
     return {".".join(parts[:n]) for n in range(1, len(parts))}
 
 
 def _related(one: str, other: str) -> bool:
-    return one == other or one in _enclosing(other) or other in _enclosing(one)
+    return one == other or one in enclosing(other) or other in enclosing(one)

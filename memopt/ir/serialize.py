@@ -9,14 +9,18 @@ from memopt.ir.consistency import first_fault
 from memopt.ir.graph import ModuleGraph
 from memopt.ir.plan import Decision, Plan, RegionKey
 
-PLAN_SCHEMA_VERSION = 2
+PLAN_SCHEMA_VERSION = 3
 
 
 def plan_to_json(plan: Plan) -> str:
     """Return a plan, its graph included, as JSON text."""
     decisions = [(key.fqn, key.region, decision) for key, decision in plan.decisions.items()]
     document = _document()(
-        schema_version=PLAN_SCHEMA_VERSION, graph=plan.graph, decisions=decisions, prefetch_chain=plan.prefetch_chain
+        schema_version=PLAN_SCHEMA_VERSION,
+        graph=plan.graph,
+        decisions=decisions,
+        prefetch_chain=plan.prefetch_chain,
+        notes=plan.notes,
     )
     return document.model_dump_json()
 
@@ -33,7 +37,12 @@ def plan_from_json(text: str | bytes, *, path: object = "text") -> Plan:
         raise UnreadableFileError("plan", path, f"{where}: {first['msg']}") from None
     if fault := first_fault(document.graph):
         raise UnreadableFileError("plan", path, f"graph.{fault[0]}: {fault[1]}")
-    plan = Plan(graph=document.graph, decisions=_decisions(document, path), prefetch_chain=document.prefetch_chain)
+    plan = Plan(
+        graph=document.graph,
+        decisions=_decisions(document, path),
+        prefetch_chain=document.prefetch_chain,
+        notes=document.notes,
+    )
     _verify(plan, path)
     return plan
 
@@ -81,8 +90,9 @@ def _document() -> Any:
     return create_model(
         "PlanFile",
         __config__={"extra": "forbid"},
-        schema_version=(Literal[2], ...),
+        schema_version=(Literal[3], ...),
         graph=(ModuleGraph, ...),
         decisions=(list[tuple[str, str, Decision]], ...),
         prefetch_chain=(tuple[str, ...], ...),
+        notes=(tuple[str, ...], ...),
     )

@@ -22,7 +22,7 @@ class AttentionSwap(Pass):
     """
 
     def __post_init__(self) -> None:
-        if self.margin_bytes is not None and not (isinstance(self.margin_bytes, int) and self.margin_bytes >= 0):
+        if self.margin_bytes is not None and not (type(self.margin_bytes) is int and self.margin_bytes >= 0):
             raise IllegalValueError("margin_bytes", self.margin_bytes, "None or a whole number of bytes from 0")
 
     def run(self, plan: Plan) -> Plan:

@@ -3,17 +3,18 @@
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from memopt.ir import Plan
+from memopt.ir import Action, Plan
 from memopt.passes.base import Pass
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrefetchChain(Pass):
-    """Chain the decided modules in discovery order: backward of each prefetches the one before it."""
+    """Chain what is swapped in discovery order: backward of each prefetches the one before it."""
 
     name: ClassVar[str] = "prefetch-chain"
 
     def run(self, plan: Plan) -> Plan:
         """Return the plan with its chain; a kept target stays a link, its backward starts the first prefetch."""
-        decided = {plan.graph.by_fqn[key.fqn].fqn for key in plan.decisions}
-        return replace(plan, prefetch_chain=tuple(node.fqn for node in plan.graph.modules if node.fqn in decided))
+        copied = [key.fqn for key, decision in plan.decisions.items() if decision.action is not Action.RECOMPUTE]
+        links = {plan.graph.by_fqn[fqn].fqn for fqn in copied}
+        return replace(plan, prefetch_chain=tuple(node.fqn for node in plan.graph.modules if node.fqn in links))

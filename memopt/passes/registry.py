@@ -1,28 +1,46 @@
 """The passes by name, imported when one is asked for."""
 
+from dataclasses import fields
 from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
 from memopt.errors import UnknownNameError
 from memopt.passes.base import Pass
 
 PASSES = MappingProxyType(
     {
+        "activation-checkpoint": "memopt.passes.activation_checkpoint:ActivationCheckpoint",
         "attention-swap": "memopt.passes.attention_swap:AttentionSwap",
         "prefetch-chain": "memopt.passes.prefetch_chain:PrefetchChain",
     }
 )
 
 
-def make_pass(name: str) -> Pass:
-    """Return the pass of that name with its default options; raises UnknownNameError."""
+def make_pass(text: str) -> Pass:
+    """Return the pass of that name, with the options that follow it: ``attention-swap:margin_bytes=0``.
+
+    Raises UnknownNameError, and IllegalValueError for an option's value.
+    """
+    name, *options = text.split(":")
     if name not in PASSES:
         raise UnknownNameError("pass", name, PASSES)
     module, _, attribute = PASSES[name].partition(":")
-    made: Pass = getattr(import_module(module), attribute)()
-    return made
+    cls: type[Pass] = getattr(import_module(module), attribute)
+    return cls(**dict(_option(cls, option) for option in options))
 
 
 def parse_passes(text: str) -> tuple[Pass, ...]:
     """Return the passes of a comma-separated list, e.g. ``attention-swap,prefetch-chain``."""
     return tuple(make_pass(name.strip()) for name in text.split(",") if name.strip())
+
+
+def _option(cls: type[Pass], text: str) -> tuple[str, Any]:
+    key, _, value = text.partition("=")
+    legal = [field.name for field in fields(cls)]
+    if key not in legal:
+        raise UnknownNameError(f"option of {cls.name}", key, legal)
+    return key, int(value) if value.isdecimal() else _WORDS.get(value, value)
+
+
+_WORDS: dict[str, Any] = {"true": True, "false": False, "none": None}

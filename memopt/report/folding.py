@@ -76,7 +76,7 @@ def split_number(fqn: str) -> tuple[str, str, str]:
 
 def _likeness(target: TargetAccount) -> Hashable:
     before, number, after = split_number(target.fqn)
-    sums = (target.covered_bytes, target.swap_bytes, target.freed_bytes, target.kept)
+    sums = (target.covered_bytes, target.swap_bytes, target.freed_bytes, target.kept, target.recompute)
     return before, bool(number), after, target.class_name, target.action, target.why, sums, rows_of(target)
 
 

@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.ir import ModelFacts, Plan, PlanAccount, TraceInput, saved_bytes
+from memopt.report.recompute import repeated_text
 from memopt.units import format_bytes
 
 
@@ -20,18 +21,31 @@ def headline(plan: Plan, totals: PlanAccount) -> RenderableType:
 
 def verdict(plan: Plan, totals: PlanAccount) -> Text:
     """Return what the plan does for the memory, in one sentence."""
-    activations = format_bytes(saved_bytes(plan.graph.saved).activation_bytes)
+    saved = saved_bytes(plan.graph.saved).activation_bytes
+    activations = format_bytes(saved)
     if not plan.decisions:
         return Text(f"Nothing is swapped: {activations} of activations stay on the device for backward.", style="bold")
-    if not totals.swap_bytes:
+    recomputes = any(target.recompute for target in totals.targets)
+    if not totals.swap_bytes and not recomputes:
         why = "all that passes the policy is margin" if totals.covered_bytes else "no saved tensor passes the policy"
         return Text(f"Nothing is swapped: {why}.", style="bold yellow")
-    share = totals.freed_bytes / saved_bytes(plan.graph.saved).activation_bytes
+    if recomputes and totals.net_freed_bytes <= 0:
+        return Text(f"{_subject(totals)}s nothing: what it must hold for the replay is as large.", style="bold yellow")
+    ending = f", and runs {repeated_text(totals)} twice." if recomputes and totals.flops else "."
     return Text.assemble(
-        ("Attention swap frees ", "bold"),
-        (f"{format_bytes(totals.freed_bytes)} ({share:.0%})", "bold green"),
-        (f" of the {activations} of activations that wait for backward.", "bold"),
+        (f"{_subject(totals)}s ", "bold"),
+        (f"{format_bytes(totals.net_freed_bytes)} ({totals.net_freed_bytes / saved:.0%})", "bold green"),
+        (f" of the {activations} of activations that wait for backward{ending}", "bold"),
     )
+
+
+def _subject(totals: PlanAccount) -> str:
+    """Return what frees memory, with the verb but for its ending."""
+    policies = {target.recompute.policy for target in totals.targets if target.recompute}
+    if not policies:
+        return "Attention swap free"
+    name = f"{policies.pop()} checkpointing".capitalize() if len(policies) == 1 else "Checkpointing"
+    return f"{name} with swap free" if totals.swap_bytes else f"{name} free"
 
 
 def model_text(model: ModelFacts) -> str:

@@ -1,17 +1,19 @@
 """What a reader must know besides the numbers."""
 
-from memopt.ir import Plan
+from memopt.ir import Action, Plan
 
 ACCEPTED_CLASS = "Qwen3MoeForCausalLM"
 
 
 def notes_of(plan: Plan) -> tuple[str, ...]:
-    """Return the notes of the trace, and those that the decisions call for."""
+    """Return the notes of the trace and of the passes, and those that the decisions call for."""
     class_name = plan.graph.model.class_name
-    if not plan.decisions or class_name == ACCEPTED_CLASS:
-        return plan.graph.notes
+    notes = (*plan.graph.notes, *plan.notes)
+    swaps = any(decision.action is not Action.RECOMPUTE for decision in plan.decisions.values())
+    if not swaps or class_name == ACCEPTED_CLASS:
+        return notes
     unaccepted = (
         f"{class_name} is not an accepted model: attention swap is promised for {ACCEPTED_CLASS} alone. "
         "It follows the same rules here; prove it on your training with memopt-apply before you rely on it."
     )
-    return (*plan.graph.notes, unaccepted)
+    return (*notes, unaccepted)

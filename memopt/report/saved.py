@@ -5,8 +5,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.ir import Kind, ModuleGraph, saved_bytes
-from memopt.report.table import mib_text
-from memopt.units import format_bytes
+from memopt.units import format_bytes, mib_text
 
 NUM_ROWS = 8
 

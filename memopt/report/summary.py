@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from memopt.ir import Plan, TargetAccount, TensorLine, account, saved_bytes
+from memopt.ir import Plan, PlanAccount, RecomputeAccount, TargetAccount, TensorLine, account, saved_bytes
 from memopt.report.notes import notes_of
 from memopt.report.rows import SAME_STORAGE, deciding_lines
 
@@ -14,6 +14,8 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
     """Return what the report says as one JSON-ready dict."""
     totals = account(plan)
     model = plan.graph.model
+    swapped = [target.freed_bytes for target in totals.targets if target.recompute is None]
+    recompute = {"recompute": _recompute_sums(totals)} if len(swapped) < len(totals.targets) else {}
     return {
         "schema_version": SCHEMA_VERSION,
         "model": {
@@ -27,9 +29,10 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "swap": {
             "covered_bytes": totals.covered_bytes,
             "bytes_per_step": totals.swap_bytes,
-            "freed_bytes": totals.freed_bytes,
+            "freed_bytes": sum(swapped),
             "num_tensors": totals.num_tensors,
         },
+        **recompute,
         "prefetch_chain": list(plan.prefetch_chain),
         "saved": asdict(saved_bytes(plan.graph.saved)),
         "notes": list(notes_of(plan)),
@@ -48,6 +51,41 @@ def _target(target: TargetAccount) -> dict[str, Any]:
         "num_covered": target.num_covered,
         "kept": dict(target.kept),
         "tensors": [_tensor(line, counts=line.tensor.index in deciding) for line in target.lines],
+        **({"recompute": _recompute(target.recompute, target.why)} if target.recompute else {}),
+    }
+
+
+def _recompute_sums(totals: PlanAccount) -> dict[str, Any]:
+    """Return the sums over what is recomputed; a plan that recomputes nothing has none of them."""
+    freed = sum(target.freed_bytes for target in totals.targets if target.recompute)
+    return {
+        "dropped_bytes": totals.dropped_bytes,
+        "freed_bytes": freed,
+        "input_bytes": totals.input_bytes,
+        "result_bytes": totals.result_bytes,
+        "added_bytes": totals.added_bytes,
+        "net_freed_bytes": freed - totals.added_bytes,
+        "replay_bytes": totals.replay_bytes,
+        "flops": totals.flops,
+        "repeated_flops": totals.repeated_flops,
+    }
+
+
+def _recompute(account: RecomputeAccount, why: str) -> dict[str, Any]:
+    return {
+        "route": account.route,
+        "policy": account.policy,
+        "why": why,
+        "num_calls": account.num_calls,
+        "input_bytes": account.input_bytes,
+        "results": [
+            {"family": kept.family.value, "num_calls": kept.num_calls, "bytes": kept.num_bytes}
+            for kept in account.results
+        ],
+        "last_bytes": account.last_bytes,
+        "replay_bytes": account.replay_bytes,
+        "flops": account.flops,
+        "repeated_flops": account.repeated_flops,
     }
 
 

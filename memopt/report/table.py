@@ -9,10 +9,11 @@ from rich.text import Text
 
 from memopt.ir import Action
 from memopt.report.folding import Fold
+from memopt.report.recompute import recompute_table, way_text
 from memopt.report.rows import SAME_STORAGE, Row, shape_text
-from memopt.units import MIB
+from memopt.units import mib_text
 
-STYLES = {Action.SWAP: "green", Action.KEEP: "yellow"}
+STYLES = {Action.SWAP: "green", Action.RECOMPUTE: "green", Action.KEEP: "yellow"}
 
 
 def target_tables(folds: Iterable[Fold]) -> RenderableType:
@@ -21,6 +22,9 @@ def target_tables(folds: Iterable[Fold]) -> RenderableType:
     parts: list[RenderableType] = []
     for fold in folds:
         parts += ["", *title(fold)]
+        if fold.targets[0].recompute:
+            parts += ["", recompute_table(fold)]
+            continue
         like = shown.setdefault(fold.tensors, fold)
         parts += ["", tensor_table(fold)] if like is fold else [reference(fold, like)]
     return Group(*parts[1:])
@@ -32,7 +36,7 @@ def title(fold: Fold) -> tuple[Text, Text]:
     style = f"bold {STYLES[target.action]}"
     return (
         Text.assemble((fold.name, "bold"), "  ", (target.class_name, "dim")),
-        Text.assemble((target.action.value, style), f": {target.why}"),
+        Text.assemble((target.action.value, style), f"{way_text(target.recompute)}: {target.why}"),
     )
 
 
@@ -62,11 +66,6 @@ def tensor_table(fold: Fold) -> Table:
         count = f"{len(sizes)} tensor{'s' * (len(sizes) > 1)}"
         table.add_row(count, "", "", "", mib_text(sum(sizes)), _action(Action.KEEP), reason)
     return table
-
-
-def mib_text(num_bytes: int) -> str:
-    """Return a size in MiB with two places, so that a column of them lines up."""
-    return f"{num_bytes / MIB:,.2f}"
 
 
 def _add_row(table: Table, row: Row) -> None:

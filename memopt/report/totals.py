@@ -6,6 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.ir import Action, PlanAccount
+from memopt.report.recompute import recompute_sums
 from memopt.units import count_noun, format_bytes
 
 COPY_GB_PER_SECOND = 55
@@ -18,7 +19,9 @@ def totals_table(totals: PlanAccount) -> RenderableType:
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True, style="bold")
     table.add_column(style="dim")
-    for what, amount, meaning in _sums(totals):
+    swaps = any(target.recompute is None for target in totals.targets)
+    rows = (*(_sums(totals) if swaps else ()), *recompute_sums(totals))
+    for what, amount, meaning in rows:
         table.add_row(what, amount, meaning)
     return table
 
@@ -34,13 +37,15 @@ def copy_sentence(totals: PlanAccount) -> str:
 
 
 def _sums(totals: PlanAccount) -> Iterator[tuple[str, str, str]]:
-    """Yield (what, how much, meaning); what is nothing is left out."""
-    swapped = sum(target.action is Action.SWAP for target in totals.targets)
+    """Yield (what, how much, meaning) of a swap; what is nothing is left out."""
+    targets = [target for target in totals.targets if target.recompute is None]
+    freed = sum(target.freed_bytes for target in targets)
+    swapped = sum(target.action is Action.SWAP for target in targets)
     copied = f"{count_noun(totals.num_tensors, 'tensor')} of {count_noun(swapped, 'module')}"
-    yield "covered by the policy", format_bytes(totals.covered_bytes), f"in {count_noun(len(totals.targets), 'module')}"
+    yield "covered by the policy", format_bytes(totals.covered_bytes), f"in {count_noun(len(targets), 'module')}"
     if margin := totals.covered_bytes - totals.swap_bytes:
         yield "stays on as margin", format_bytes(margin), "it would go out and come straight back"
     yield "copied out and back a step", format_bytes(totals.swap_bytes), copied
-    if held := totals.swap_bytes - totals.freed_bytes:
+    if held := totals.swap_bytes - freed:
         yield "copied, but not freed", format_bytes(held), "something else holds it on the device"
-    yield "really freed", format_bytes(totals.freed_bytes), "off the device between forward and backward"
+    yield "really freed", format_bytes(freed), "off the device between forward and backward"

@@ -49,3 +49,28 @@ def no_tokens():
     model = NoTokens()
     model.layer = nn.Linear(2, 2)
     return model
+
+
+class NoLayers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(16, 8)
+
+    def get_input_embeddings(self):
+        return self.embedding
+
+    def forward(self, input_ids, labels=None):
+        return self.embedding(input_ids).exp()
+
+
+def no_layers():
+    return NoLayers()
+
+
+def frozen():
+    """Return a model of which only the head and the last layer's MLP are trained."""
+    model = llama()
+    model.requires_grad_(False)
+    model.lm_head.requires_grad_()
+    model.model.layers[2].mlp.requires_grad_()
+    return model

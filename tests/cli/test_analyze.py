@@ -89,6 +89,108 @@ def test_the_flag_outranks_the_file(command, tmp_path):
     assert as_json(command, *asked, "--swap", "none")["targets"] == []
 
 
+RECOMPUTE_KEYS = [
+    "dropped_bytes",
+    "freed_bytes",
+    "input_bytes",
+    "result_bytes",
+    "added_bytes",
+    "net_freed_bytes",
+    "replay_bytes",
+    "flops",
+    "repeated_flops",
+]
+RECOMPUTED_TARGET_KEYS = [
+    "route",
+    "policy",
+    "why",
+    "num_calls",
+    "input_bytes",
+    "results",
+    "last_bytes",
+    "replay_bytes",
+    "flops",
+    "repeated_flops",
+]
+
+
+def test_the_json_keys_of_a_checkpoint_are_the_contract(command):
+    summary = as_json(command, *TINY[:3], "--checkpoint", "selective")
+    assert list(summary) == [*KEYS[""][:5], "recompute", *KEYS[""][5:]]
+    assert list(summary["recompute"]) == RECOMPUTE_KEYS
+    for target in summary["targets"]:
+        assert list(target) == [*TARGET_KEYS, "recompute"]
+        assert list(target["recompute"]) == RECOMPUTED_TARGET_KEYS
+        assert all(list(kept) == ["family", "num_calls", "bytes"] for kept in target["recompute"]["results"])
+        assert all(list(tensor) == TENSOR_KEYS for tensor in target["tensors"])
+
+
+def test_full_checkpointing_takes_the_native_route(command):
+    summary = as_json(command, *TINY[:3], "--checkpoint", "full", "--target-device", "cpu")
+    targets, sums = summary["targets"], summary["recompute"]
+    assert [target["fqn"] for target in targets] == ["model.layers.0", "model.layers.1"]
+    assert {(t["action"], t["recompute"]["route"], t["recompute"]["policy"]) for t in targets} == {
+        ("recompute", "native", "full")
+    }
+    assert summary["prefetch_chain"] == []
+    assert sums["result_bytes"] == 0
+    assert 0 < sums["net_freed_bytes"] < sums["freed_bytes"] < summary["saved"]["activation_bytes"]
+    assert 0.5 * sums["flops"] < sums["repeated_flops"] < sums["flops"]
+
+
+def test_selective_checkpointing_keeps_expensive_results(command):
+    full, selective = (as_json(command, *TINY[:3], "--checkpoint", mode) for mode in ("full", "selective"))
+    for target in selective["targets"]:
+        assert (target["recompute"]["route"], target["recompute"]["policy"]) == ("layer", "selective")
+        # of q, k, v, o, the router and the experts' two, in this order, every other; no fused kernel takes float32
+        # attention here, and in the place of the last result stays what is saved after it
+        families = {kept["family"]: kept["num_calls"] for kept in target["recompute"]["results"]}
+        assert families == {"mm": 3}
+        assert target["recompute"]["last_bytes"] > 0
+    assert selective["recompute"]["repeated_flops"] < full["recompute"]["repeated_flops"]
+    assert selective["recompute"]["net_freed_bytes"] < full["recompute"]["net_freed_bytes"]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_the_text_of_a_checkpoint_begins_with_what_it_frees(command, mode):
+    code, out, err = command("memopt-analyze", *TINY[:3], "--checkpoint", mode)
+    assert (code, err) == (0, "")
+    assert out.startswith(f"{mode.capitalize()} checkpointing frees ")
+    assert "model.layers.0-1 (x2)  Qwen3MoeDecoderLayer\n  recompute by the " in out
+    assert "Prefetch chain" not in out
+    assert "Copy time" not in out
+
+
+def test_enable_compile_in_the_file_plans_for_the_compiler(command, tmp_path):
+    (tmp_path / "memopt.yaml").write_text("activation_checkpoint: full\nenable_compile: true\n")
+    path = tmp_path / "plan.json"
+    as_json(command, *TINY[:3], "--config", tmp_path / "memopt.yaml", "--save-plan", path)
+    decisions = load_plan(path).decisions
+    assert {key.fqn.rpartition(".")[2] for key in decisions} == {"self_attn", "mlp"}
+    assert all(decision.compiles and decision.route == "compile" for decision in decisions.values())
+
+
+def test_the_checkpoint_flag_outranks_the_file(command, tmp_path):
+    (tmp_path / "memopt.yaml").write_text("activation_checkpoint: full\n")
+    asked = (*TINY[:3], "--config", tmp_path / "memopt.yaml")
+    assert "recompute" in as_json(command, *asked)
+    assert as_json(command, *asked, "--checkpoint", "off")["targets"] == []
+    policies = {t["recompute"]["policy"] for t in as_json(command, *asked, "--checkpoint", "selective")["targets"]}
+    assert policies == {"selective"}
+
+
+def test_passes_take_options(command):
+    summary = as_json(command, *TINY[:3], "--passes", "activation-checkpoint:mode=selective:compiles=true")
+    assert {target["recompute"]["route"] for target in summary["targets"]} == {"compile"}
+
+
+def test_a_partly_frozen_model_goes_by_parts_and_says_which_layers_save_nothing(command):
+    summary = as_json(command, "tests.cli.factories:frozen", "--checkpoint", "full", "--seq-length", 64)
+    assert [target["fqn"] for target in summary["targets"]] == ["model.layers.2.mlp"]
+    assert summary["targets"][0]["recompute"]["why"] == "mlp, because model.layers.0 is not fully trainable"
+    assert "2 of 3 layers save nothing for backward and stay as they are" in summary["notes"]
+
+
 @pytest.mark.parametrize(
     ("format", "start"), [("text", "Attention swap frees"), ("svg", "<svg"), ("html", "<!DOCTYPE")]
 )
@@ -128,7 +230,15 @@ def test_help_teaches(command):
     for name in ("memopt-analyze", "memopt-apply"):
         code, out, err = command(name, "--help")
         assert (code, err) == (0, "")
-        for part in ("Examples", "tiny-qwen3-moe", "attention", "Exit codes", "--attn-implementation"):
+        for part in (
+            "Examples",
+            "tiny-qwen3-moe",
+            "attention",
+            "Exit codes",
+            "--attn-implementation",
+            "--checkpoint",
+            "selective",
+        ):
             assert part in out
 
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from memopt.cli import proof
+from memopt.runtime.counters import summed
 
 TINY = ("tiny-qwen3-moe", "--num-layers", "2", "--device", "cpu", "--steps", "2")
 KEYS = [
@@ -128,17 +129,46 @@ def test_a_run_that_differs_fails_and_prints_its_json(command):
     assert len(err.splitlines()) == 1
 
 
-def test_a_plan_that_copies_nothing_fails(command, monkeypatch):
+@pytest.fixture
+def idle(monkeypatch):
+    """Let a plan be applied by a runtime that does nothing."""
+
     class Idle:
         def stats(self):
-            from memopt.runtime.counters import Stats
-
-            return Stats(0, 0, 0, 0, 0, 0)
+            return summed(())
 
         def undo(self):
             pass
 
     monkeypatch.setattr(proof.memopt, "apply", lambda model, plan: Idle())
+
+
+def test_a_plan_that_copies_nothing_fails(command, idle):
     code, values, err = as_json(command, *TINY, "--swap", "attention")
     assert (code, values["verified"], values["gradients_equal"]) == (1, False, True)
     assert "the plan swaps tensors, and nothing was copied out" in err
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_a_plan_that_replays_nothing_fails(command, idle, mode):
+    code, values, err = as_json(command, *TINY, "--checkpoint", mode)
+    assert (code, values["verified"], values["gradients_equal"]) == (1, False, True)
+    assert "the plan recomputes 2 regions, and nothing was replayed" in err
+    assert list(values) == [*KEYS[:8], "replays", *KEYS[8:]]
+    assert list(values["replays"]) == [
+        "checkpointed_calls",
+        "replayed_calls",
+        "kept_results_bytes",
+        "predicted_calls",
+        "predicted_kept_results_bytes",
+    ]
+    assert values["replays"]["predicted_calls"] == 2
+    assert (values["replays"]["predicted_kept_results_bytes"] > 0) == (mode == "selective")
+
+
+def test_the_text_of_a_checkpoint_shows_replays_and_no_copies(command, idle):
+    _, out, _ = command("memopt-apply", *TINY, "--checkpoint", "full")
+    assert out.startswith("NOT VERIFIED: the plan recomputes 2 regions, and nothing was replayed.")
+    assert "checkpointed" in out
+    assert "copied out" not in out
+    assert "prove nothing" not in out

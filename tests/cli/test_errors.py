@@ -47,6 +47,16 @@ def test_a_hub_id_that_is_not_in_the_cache(fails, name):
     ("arguments", "parts"),
     [
         (["--swap", "mlp"], ["--swap", "mlp", "none", "attention"]),
+        (["--checkpoint", "some"], ["--checkpoint", "some", "off", "full", "selective"]),
+        (
+            ["--passes", "activation-checkpoint:mod=full"],
+            ["no option of activation-checkpoint is called 'mod'; did you mean 'mode'"],
+        ),
+        (["--passes", "activation-checkpoint:mode=off"], ["mode='off' is not legal; legal: full, selective"]),
+        (
+            ["--swap", "attention", "--checkpoint", "full"],
+            ["activation_swap='attention' is incompatible with activation checkpointing"],
+        ),
         (["--swap", "attention", "--dtype", "int8"], ["--dtype", "int8", "float32", "bfloat16", "float16"]),
         (["--swap", "attention", "--autocast", "int8"], ["--autocast", "int8", "none"]),
         (["--swap", "attention", "--batch-size", "0"], ['"0" for --batch-size', "Legal: 1..2147483647"]),
@@ -54,8 +64,11 @@ def test_a_hub_id_that_is_not_in_the_cache(fails, name):
         (["--swap", "attention", "--seq-length", str(2**70)], ["for --seq-length", "Legal: 1..2147483647"]),
         (["--swap", "attention", "--seq-length", "many"], ["--seq-length", "many", "int"]),
         (["--swap", "attention", "--num-layers", "-1"], ["for --num-layers", "Legal: 1..2147483647"]),
-        (["--passes", ""], ["passes='' is not legal; legal: attention-swap, prefetch-chain"]),
-        (["--passes", " ,"], ["passes=' ,' is not legal; legal: attention-swap, prefetch-chain"]),
+        (["--passes", ""], ["passes='' is not legal; legal: activation-checkpoint, attention-swap, prefetch-chain"]),
+        (
+            ["--passes", " ,"],
+            ["passes=' ,' is not legal; legal: activation-checkpoint, attention-swap, prefetch-chain"],
+        ),
         (["--swap", "attention", "--format", "pdf"], ["--format", "pdf", "text", "json"]),
         (["--swap", "attention", "--sequence-length", "8"], ["--sequence-length"]),
         (["--passes", "attention-swp"], ["no pass is called 'attention-swp'", "did you mean 'attention-swap'"]),
@@ -105,6 +118,28 @@ def test_passes_may_not_contradict_the_configuration(fails, tmp_path, name):
 
 
 @BOTH
+def test_passes_may_not_contradict_the_checkpoint_flag(fails, name):
+    asked = "activation-checkpoint:mode=full"
+    code, line = fails(name, "tiny-llama", "--checkpoint", "off", "--passes", asked)
+    assert (code, line) == (
+        2,
+        f"--passes {asked} contradicts --checkpoint off, which recomputes nothing; leave out one of them",
+    )
+
+
+@BOTH
+def test_a_model_without_layers_is_a_failure_of_the_work(fails, name):
+    code, line = fails(name, "tests.cli.factories:no_layers", "--checkpoint", "full", "--batch-size", 1)
+    assert (code, line.startswith("activation_checkpoint found no layers in NoLayers: ")) == (1, True)
+
+
+@BOTH
+def test_swapped_passes_exclude_checkpointing(fails, name):
+    code, line = fails(name, *TINY, "--passes", "attention-swap,activation-checkpoint")
+    assert (code, line) == (2, "activation_swap='attention' is incompatible with activation checkpointing")
+
+
+@BOTH
 def test_a_chain_before_anything_is_decided_is_refused(fails, name):
     code, line = fails(name, "tiny-llama", "--passes", "prefetch-chain,attention-swap")
     assert code == 2
@@ -121,7 +156,11 @@ def test_a_chain_before_anything_is_decided_is_refused(fails, name):
         ("enable_compile: 'yes'", "enable_compile='yes' is not legal; legal: true, false"),
         ("a: b: c", "memopt.yaml' cannot be read: line 1: "),
         ("activation_swap: attention\npp_size: 2", "activation_swap='attention' does not support pipeline parallelism"),
-        ("activation_checkpoint: full", "activation_checkpoint='full' is not implemented"),
+        ("activation_checkpoint: full\nbackend: jax", "activation_checkpoint='full' supports only the PyTorch backend"),
+        (
+            "activation_swap: attention\nactivation_checkpoint: full",
+            "activation_swap='attention' is incompatible with activation checkpointing",
+        ),
     ],
 )
 def test_bad_configs(fails, tmp_path, name, text, part):
@@ -247,12 +286,16 @@ def test_report_and_plan_want_a_file_each(fails, tmp_path):
 
 def test_apply_wants_something_to_apply(fails):
     code, line = fails("memopt-apply", "tiny-llama")
-    assert (code, line) == (2, "what to apply? give one of --config FILE, --plan PLAN.json and --swap attention")
+    assert (code, line) == (
+        2,
+        "what to apply? give one of --config FILE, --plan PLAN.json, --swap attention and --checkpoint full",
+    )
 
 
 def test_a_plan_excludes_other_decisions(fails, tmp_path):
-    code, line = fails("memopt-apply", "tiny-llama", "--plan", tmp_path / "plan.json", "--swap", "attention")
-    assert (code, line.startswith("--plan holds all decisions")) == (2, True)
+    for flags in (("--swap", "attention"), ("--checkpoint", "full"), ("--passes", "attention-swap")):
+        code, line = fails("memopt-apply", "tiny-llama", "--plan", tmp_path / "plan.json", *flags)
+        assert (code, line.startswith("--plan holds all decisions")) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,12 @@ import torch
 
 from memopt.cli.proof import Proof, input_differences, judge
 from memopt.cli.training import Run
-from memopt.cli.verdict import verdict
-from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, training_faults
-from memopt.ir import account
-from tests.builders import MIB, Save, mib_save, plan_of
+from memopt.cli.verdict import replays_table, verdict
+from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, replay_faults, training_faults
+from memopt.ir import Plan, account
+from memopt.passes import ActivationCheckpoint
+from memopt.report import rendered
+from tests.builders import MIB, Save, checkpointed_layers, graph_of, mib_save, plan_of
 
 
 def run_of(loss=1.0, **gradients):
@@ -117,6 +119,40 @@ def test_the_counters_must_be_those_of_the_plan(plan, out, back, predicted, faul
 def test_a_plan_that_swaps_nothing_need_not_copy():
     totals = account(plan_of(Save(owner="model.self_attn", shape=(2, 2))))
     assert copy_faults(totals, Copies(copied_out_bytes=0, copied_in_bytes=0, predicted_bytes=0)) == []
+
+
+def recomputing(num_layers):
+    saves, build = checkpointed_layers(num_layers)
+    return account(ActivationCheckpoint(mode="selective").run(Plan(graph=graph_of(*saves, build=build))))
+
+
+@pytest.mark.parametrize(("num_layers", "regions"), [(1, "1 region"), (2, "2 regions")])
+def test_a_plan_that_recomputes_must_replay(num_layers, regions):
+    totals = recomputing(num_layers)
+    assert replay_faults(totals, 0) == [f"the plan recomputes {regions}, and nothing was replayed"]
+    assert replay_faults(totals, 1) == []
+    assert copy_faults(totals, Copies(copied_out_bytes=0, copied_in_bytes=0, predicted_bytes=0)) == []
+
+
+def test_a_plan_that_recomputes_nothing_need_not_replay():
+    assert replay_faults(account(ONE), 0) == []
+
+
+def test_replays_are_shown_beside_what_the_plan_foretells():
+    replays = {
+        "checkpointed_calls": 6,
+        "replayed_calls": 6,
+        "kept_results_bytes": 48 * MIB,
+        "predicted_calls": 2,
+        "predicted_kept_results_bytes": 16 * MIB,
+    }
+    lines = [line.split() for line in rendered(replays_table(replays, 3)).splitlines()]
+    assert lines[2:] == [
+        ["checkpointed", "6"],
+        ["replayed", "6"],
+        ["kept", "results", "48.0", "MiB"],
+        ["predicted", "6", "48.0", "MiB"],
+    ]
 
 
 def test_inputs_differ_by_name():

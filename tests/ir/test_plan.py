@@ -5,10 +5,11 @@ from dataclasses import replace
 import pytest
 
 from memopt.errors import InvalidPlanError
-from memopt.ir import Action, Decision, Plan, RegionKey
+from memopt.ir import ROUTES, Action, Decision, Plan, RegionKey
 from tests.builders import Build, graph_of, mib_save, plan_of
 
 SWAP = Decision(action=Action.SWAP, by="one", why="because", policy="attention")
+RECOMPUTE = Decision(action=Action.RECOMPUTE, by="one", why="because", policy="full", route="layer", compiles=True)
 KEEP = Decision(action=Action.KEEP, by="other", why="because", policy="attention")
 ATTN = "model.layers.0.self_attn"
 
@@ -40,6 +41,20 @@ def test_around_and_inside_a_decision_is_decided(fqn):
         ({"model.nothing": SWAP}, (), "the model has no such module"),
         ({ATTN: SWAP, f"{ATTN}.q_proj": SWAP}, (), "lies inside"),
         ({ATTN: SWAP}, ("model",), "prefetch chain names 'model', on which nothing is decided"),
+        (
+            {ATTN: RECOMPUTE},
+            (ATTN,),
+            "prefetch chain names '.*self_attn', which is recomputed: nothing of it is copied",
+        ),
+        ({ATTN: replace(RECOMPUTE, policy="attention")}, (), "no policy is called 'attention'"),
+        ({ATTN: replace(SWAP, policy="full")}, (), "no policy is called 'full'"),
+        (
+            {ATTN: replace(RECOMPUTE, route="scenic")},
+            (),
+            "no route is called 'scenic'; legal: native, submodule, layer",
+        ),
+        ({ATTN: replace(SWAP, route="layer")}, (), "only what is recomputed has a route or compiles"),
+        ({ATTN: replace(KEEP, compiles=True)}, (), "only what is recomputed has a route or compiles"),
         ({ATTN: SWAP}, (ATTN, ATTN), "prefetch chain names a module twice"),
     ],
 )
@@ -51,6 +66,21 @@ def test_verify_names_the_fault(decisions, chain, message):
     )
     with pytest.raises(InvalidPlanError, match=message):
         wrong.verify()
+
+
+@pytest.mark.parametrize("route", ["", *ROUTES])
+def test_what_is_recomputed_may_have_any_route(route):
+    plan().decide({RegionKey(ATTN): replace(RECOMPUTE, route=route)}).verify()
+
+
+def test_a_module_is_decided_under_any_of_its_names():
+    shared = plan(mib_save("model.a.self_attn"), aliases={"model.a.self_attn": ("model.b.self_attn",)})
+    assert shared.decide({RegionKey("model.b.self_attn"): SWAP}).related("model.a.self_attn") == (SWAP,)
+
+
+def test_a_note_is_taken_once():
+    noted = plan().note("one").note("two").note("one")
+    assert noted.notes == ("one", "two")
 
 
 def test_a_region_that_nobody_knows_is_refused():

@@ -1,16 +1,36 @@
 """Plans survive a file, and a file that is no plan is named."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
 from memopt.errors import UnreadableFileError
-from memopt.ir import load_plan, plan_from_json, plan_to_json, save_plan
+from memopt.ir import Family, FunctionCall, load_plan, plan_from_json, plan_to_json, save_plan
 from tests.builders import QWEN, mib_save, plan_of, qwen_layers
+
+PRODUCT = FunctionCall(
+    family=Family.MM,
+    call=3,
+    first_save=1,
+    end_save=3,
+    outputs=((7, 4096),),
+    statistics=((8, 16), (9, 16)),
+    flops=1 << 40,
+    keepable=True,
+)
+
+
+def full_plan():
+    """Return a plan of two layers whose graph knows inputs, operations and functions too."""
+    plan = plan_of(*qwen_layers(2), build=QWEN)
+    calls = tuple(replace(call, inputs=((40, 8192), (41, 16)), flops=1 << 41) for call in plan.graph.calls)
+    plan = plan.note("a note")
+    return replace(plan, graph=replace(plan.graph, calls=calls, functions=(PRODUCT, replace(PRODUCT, keepable=False))))
 
 
 def test_a_plan_survives_a_file(tmp_path):
-    plan = plan_of(*qwen_layers(3), build=QWEN)
+    plan = full_plan()
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
 
@@ -20,7 +40,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_plan(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 2}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 3}'])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(UnreadableFileError, match="plan 'text' cannot be read: ") as error:
         plan_from_json(text)
@@ -28,7 +48,7 @@ def test_what_is_no_plan_is_refused(text):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("key", "value"), [("schema_version", 99), ("extra", 1), ("decisions", [["a", "", {}]])])
+@pytest.mark.parametrize(("key", "value"), [("schema_version", 2), ("extra", 1), ("decisions", [["a", "", {}]])])
 def test_a_wrong_key_is_named(key, value):
     document = json.loads(plan_to_json(plan_of(mib_save("model.self_attn"))))
     with pytest.raises(UnreadableFileError, match=key):
@@ -37,7 +57,7 @@ def test_a_wrong_key_is_named(key, value):
 
 def contradiction(*path, value):
     """Return the text of a good plan of two layers with one value of it changed."""
-    document = json.loads(plan_to_json(plan_of(*qwen_layers(2), build=QWEN)))
+    document = json.loads(plan_to_json(full_plan()))
     *parents, key = path
     place = document
     for parent in parents:
@@ -67,6 +87,15 @@ def is_now(new):
         (["graph", "calls", 3, "end_save"], is_now(99), "graph.calls.3.end_save: saves 0 to 99 are not within the 36"),
         (["graph", "calls", 3, "fqn"], is_now("x"), "graph.calls.3.fqn: 'x' is no module"),
         (["graph", "calls", 3, "index"], is_now(4), "graph.calls.3.index: 4 stands at 3"),
+        (["graph", "calls", 3, "inputs", 1], is_now([2, -16]), "graph.calls.3.inputs.1: -16 is negative"),
+        (["graph", "calls", 3, "flops"], is_now(-1), "graph.calls.3.flops: -1 is negative"),
+        (["graph", "functions", 1, "call"], is_now(99), "graph.functions.1.call: 99 is no call"),
+        (["graph", "functions", 1, "call"], is_now(-1), "graph.functions.1.call: -1 is no call"),
+        (["graph", "functions", 1, "end_save"], is_now(0), "graph.functions.1.end_save: saves 1 to 0 are not within"),
+        (["graph", "functions", 1, "outputs"], is_now([[-7, 1]]), "graph.functions.1.outputs.0: -7 is negative"),
+        (["graph", "functions", 1, "statistics", 1], is_now([9, -1]), "graph.functions.1.statistics.1: -1 is negative"),
+        (["graph", "functions", 1, "flops"], is_now(-1), "graph.functions.1.flops: -1 is negative"),
+        (["graph", "functions", 1, "family"], is_now("gemm"), "graph.functions.1.family: Input should be 'mm'"),
         (["graph", "saved", 5, "index"], is_now(6), "graph.saved.5.index: 6 stands at 5"),
         (["graph", "saved", 5, "call"], is_now(99), "graph.saved.5.call: 99 is no call"),
         (["graph", "saved", 5, "owner"], is_now("x"), "graph.saved.5.owner: 'x' is no module"),

@@ -5,9 +5,18 @@ from typing import ClassVar
 
 import pytest
 
-from memopt.errors import InvalidPlanError, UnknownNameError
+from memopt.errors import IllegalValueError, InvalidPlanError, UnknownNameError
 from memopt.ir import Action, Decision, Plan, RegionKey
-from memopt.passes import PASSES, AttentionSwap, Pass, Pipeline, PrefetchChain, make_pass, parse_passes
+from memopt.passes import (
+    PASSES,
+    ActivationCheckpoint,
+    AttentionSwap,
+    Pass,
+    Pipeline,
+    PrefetchChain,
+    make_pass,
+    parse_passes,
+)
 from tests.builders import graph_of, mib_save
 
 
@@ -51,3 +60,36 @@ def test_names_are_parsed_in_order():
 def test_an_unknown_pass_names_the_nearest():
     with pytest.raises(UnknownNameError, match="no pass is called 'attention-swp'; did you mean 'attention-swap'"):
         parse_passes("attention-swp")
+
+
+@pytest.mark.parametrize(
+    ("text", "made"),
+    [
+        ("attention-swap:margin_bytes=0", AttentionSwap(margin_bytes=0)),
+        ("attention-swap:margin_bytes=none", AttentionSwap()),
+        ("activation-checkpoint", ActivationCheckpoint(mode="full")),
+        ("activation-checkpoint:mode=selective", ActivationCheckpoint(mode="selective")),
+        ("activation-checkpoint:compiles=true:mode=full", ActivationCheckpoint(compiles=True)),
+    ],
+)
+def test_options_follow_the_name(text, made):
+    assert make_pass(text) == made
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "message"),
+    [
+        (
+            "activation-checkpoint:mod=full",
+            UnknownNameError,
+            "no option of activation-checkpoint is called 'mod'; did you mean 'mode'",
+        ),
+        ("prefetch-chain:mode=full", UnknownNameError, "no option of prefetch-chain is called 'mode'"),
+        ("activation-checkpoint:mode=off", IllegalValueError, "mode='off' is not legal; legal: full, selective"),
+        ("activation-checkpoint:compiles=1", IllegalValueError, "compiles=1 is not legal; legal: true, false"),
+        ("attention-swap:margin_bytes=true", IllegalValueError, "margin_bytes=True is not legal"),
+    ],
+)
+def test_a_wrong_option_is_named(text, error, message):
+    with pytest.raises(error, match=message):
+        parse_passes(text)

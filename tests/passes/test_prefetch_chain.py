@@ -25,6 +25,13 @@ def test_nothing_decided_is_an_empty_chain():
     assert PrefetchChain().run(Plan(graph=graph_of(mib_save("model.mlp")))).prefetch_chain == ()
 
 
+def test_what_is_recomputed_is_no_link():
+    recompute = Decision(action=Action.RECOMPUTE, by="a user", why="because", policy="full")
+    plan = plan_of(mib_save(ATTN.format(0)), mib_save("model.mlp"), passes="attention-swap")
+    chained = Pipeline([PrefetchChain()]).run(plan.decide({RegionKey("model.mlp"): recompute}))
+    assert chained.prefetch_chain == (ATTN.format(0),)
+
+
 @given(order=st.permutations(range(4)))
 def test_it_is_idempotent_verifies_and_ignores_the_order_of_decisions(order):
     graph = graph_of(*(mib_save(ATTN.format(n)) for n in range(4)))
