@@ -71,7 +71,7 @@ def apply(
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if config.activation_swap == "attention" and "self_attn" not in names:
         raise NoSelfAttentionError(type(model).__name__)
-    check_rewritable(model)
+    check_rewritable(model, swaps=config.activation_checkpoint == "off", compiles=config.enable_compile)
     return rewrite_on_first_forward(model, functools.partial(_apply_in_forward, config))
 
 

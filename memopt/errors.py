@@ -64,6 +64,12 @@ SWAP_AND_CHECKPOINT = "activation_swap='attention' is incompatible with activati
 """What an IncompatibleError says of them, whether the configuration asks for both or the passes do."""
 
 
+CHECKPOINT_TWICE = (
+    "activation_checkpoint is incompatible with transformers' own gradient checkpointing; "
+    "call model.gradient_checkpointing_disable() first, or leave gradient_checkpointing out of the TrainingArguments"
+)
+
+
 class NoSelfAttentionError(MemoptError):
     """Attention swap found nothing to do."""
 

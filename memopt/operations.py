@@ -122,11 +122,18 @@ def _resolved(name: str) -> Callable[..., Any] | None:
     return found
 
 
-def _operator_finder(operator: Any) -> Finder:
+def operator_family(operator: Any) -> Family | None:
+    """Return the family of an operator; an overload packet, which equals none of its overloads, is its default one."""
+    if isinstance(operator, torch._ops.HigherOrderOperator):
+        return Family.ATTENTION if operator.name() == "flex_attention" else None
     overload = operator if isinstance(operator, torch._ops.OpOverload) else getattr(operator, "default", None)
     if overload is None or overload._overloadname != "default":
-        return cheap
-    family = _OPERATORS.get(overload._schema.name)
+        return None
+    return _OPERATORS.get(overload._schema.name)
+
+
+def _operator_finder(operator: Any) -> Finder:
+    family = operator_family(operator)
     return cheap if family is None else _always(family)
 
 

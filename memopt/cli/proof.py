@@ -117,7 +117,7 @@ def _run_with_plan(trial: Trial, start: Mapping[str, Any]) -> "tuple[Run, Stats]
 def _contradictions(trial: Trial, totals: PlanAccount, stats: "Stats") -> list[str]:
     return [
         *copy_faults(totals, _copies(trial, totals, stats)),
-        *replay_faults(totals, _counter(stats, "replayed_calls")),
+        *replay_faults(totals, stats.replayed_calls),
     ]
 
 
@@ -149,16 +149,13 @@ def _replays(totals: PlanAccount, stats: "Stats") -> dict[str, Any]:
     """Return the counters of what was recomputed beside what the plan foretells for a step; nothing for other plans."""
     recomputed = [target.recompute for target in totals.targets if target.recompute]
     counters = {
-        **{name: _counter(stats, name) for name in ("checkpointed_calls", "replayed_calls", "kept_results_bytes")},
+        "checkpointed_calls": stats.checkpointed_calls,
+        "replayed_calls": stats.replayed_calls,
+        "kept_results_bytes": stats.kept_results_bytes,
         "predicted_calls": sum(one.num_calls for one in recomputed),
         "predicted_kept_results_bytes": totals.result_bytes,
     }
     return {"replays": counters} if recomputed else {}
-
-
-def _counter(stats: "Stats", name: str) -> int:
-    """Return a counter of the replays, 0 from a runtime that has none."""
-    return int(getattr(stats, name, 0))
 
 
 def _costs(baseline: Run | None, planned: Run) -> dict[str, Any]:

@@ -20,10 +20,12 @@ from memopt.ir.plan import ROUTES, Action, Decision, Plan, RegionKey
 from memopt.ir.policy import MIN_SWAP_TENSOR_BYTES, POLICIES, CheckpointPolicy, Keep, attention_keep_reason
 from memopt.ir.queries import outermost
 from memopt.ir.recompute_account import KeptResults, RecomputeAccount
+from memopt.ir.replay import MAX_TAIL_TENSOR_BYTES
 from memopt.ir.serialize import PLAN_SCHEMA_VERSION, load_plan, plan_from_json, plan_to_json, save_plan
 from memopt.ir.submodules import layer_parts
 
 __all__ = [
+    "MAX_TAIL_TENSOR_BYTES",
     "MIN_SWAP_TENSOR_BYTES",
     "OP_POLICIES",
     "PLAN_SCHEMA_VERSION",

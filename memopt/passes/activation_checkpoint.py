@@ -21,7 +21,12 @@ from memopt.ir import (
 from memopt.passes.attention_swap import AttentionSwap
 from memopt.passes.base import Pass
 
-MODES = ("full", "selective")
+MODES = ("full", "selective", "attention-only")
+_WHY_WHOLE = {
+    "full": "every layer is a fully trainable GradientCheckpointingLayer",
+    "selective": "results of expensive functions are kept, of matrix products every other",
+    "attention-only": "the results of attention are kept",
+}
 DOWNGRADED = (
     "selective checkpointing is downgraded: layers share keys and values through the cache, which attention may fill "
     "only once; MLPs and norms are recomputed in full, attention is not"
@@ -35,7 +40,7 @@ class ActivationCheckpoint(Pass):
     name: ClassVar[str] = "activation-checkpoint"
 
     mode: str = "full"
-    """``full`` recomputes everything; ``selective`` keeps the results of expensive functions, as its policy says."""
+    """``full`` recomputes everything; ``selective`` keeps results of expensive functions, ``attention-only`` attention's."""
     compiles: bool = False
     """Whether the layers are given to torch.compile: then norms are left alone, which it fuses."""
 
@@ -60,7 +65,7 @@ class ActivationCheckpoint(Pass):
             raise NothingToCheckpointError(graph.model.class_name, num_layers=len(layers), num_silent=num_silent)
         if num_silent:
             plan = plan.note(f"{num_silent} of {len(layers)} layers save nothing for backward and stay as they are")
-        if self.mode == "selective" and _shares_cache(graph):
+        if self.mode != "full" and _shares_cache(graph):
             plan = plan.note(DOWNGRADED)
         free = [fqn for fqn in wanted if _is_free(plan, fqn)]
         return plan.decide({RegionKey(fqn): wanted[fqn] for fqn in free})
@@ -69,7 +74,7 @@ class ActivationCheckpoint(Pass):
         """Return why layers are recomputed part by part; empty where they are as a whole."""
         if _shares_cache(graph):
             return "layers share keys and values through the cache, which attention may fill only once"
-        if self.mode == "selective":
+        if self.mode != "full":
             return ""
         return "torch.compile fuses the rest of a layer" if self.compiles else why_not_native(graph, containers)
 
@@ -81,9 +86,7 @@ class ActivationCheckpoint(Pass):
         return {fqn: decisions[fqn] for fqn in outermost_of(graph, decisions)}
 
     def _on_whole(self) -> Decision:
-        if self.mode == "selective":
-            return self._recompute("layer", "results of expensive functions are kept, of matrix products every other")
-        return self._recompute("native", "every layer is a fully trainable GradientCheckpointingLayer")
+        return self._recompute("native" if self.mode == "full" else "layer", _WHY_WHOLE[self.mode])
 
     def _on_parts(self, graph: ModuleGraph, layer: str, why: str) -> dict[str, Decision]:
         """Return the decisions on a layer's parts; where it has none, on all of it, unless it may hold attention."""

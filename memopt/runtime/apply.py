@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from memopt.errors import PlanMismatchError, RewriteError
-from memopt.ir import Plan
+from memopt.ir import Action, Plan
 from memopt.runtime.contract import check_rewritable, preserved
 from memopt.runtime.counters import Counters, Stats, summed
 from memopt.runtime.engine import engine_of
@@ -52,7 +52,9 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
                 f"{type(model).__name__} is rewritten by another plan already; call memopt.undo(model) before this one"
             )
         return _rewriting(model, plan, regions)
-    check_rewritable(model)
+    decisions = plan.decisions.values()
+    swaps = any(decision.action is not Action.RECOMPUTE for decision in decisions)
+    check_rewritable(model, swaps=swaps, compiles=any(decision.compiles for decision in decisions))
     try:
         with preserved(model):
             for module, region in regions.items():

@@ -9,7 +9,14 @@ from torch._dynamo.eval_frame import OptimizedModule
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils.parametrize import is_parametrized
 
-from memopt.errors import GraphCompileError, IllegalValueError, IncompatibleError, RewriteError
+from memopt.errors import (
+    CHECKPOINT_TWICE,
+    SWAP_AND_CHECKPOINT,
+    GraphCompileError,
+    IllegalValueError,
+    IncompatibleError,
+    RewriteError,
+)
 
 
 def check_is_module(model: object) -> None:
@@ -18,15 +25,25 @@ def check_is_module(model: object) -> None:
         raise IllegalValueError("model", type(model).__name__, "a torch.nn.Module")
 
 
-def check_rewritable(model: nn.Module) -> None:
-    """Raise GraphCompileError for a compiled model, IncompatibleError for one with gradient checkpointing on."""
+def check_rewritable(model: nn.Module, *, swaps: bool = True, compiles: bool = False) -> None:
+    """Raise an error for a model that is compiled, or that has gradient checkpointing on.
+
+    GraphCompileError for what runs eagerly only, RewriteError for what may be compiled, but afterwards; and
+    IncompatibleError.
+    """
     if isinstance(model, OptimizedModule | torch.jit.ScriptModule):
-        raise GraphCompileError(type(model).__name__)
+        _refuse_compiled(type(model).__name__, compiles)
     for fqn, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
-            raise GraphCompileError(fqn or type(model).__name__)
+            _refuse_compiled(fqn or type(model).__name__, compiles)
         if getattr(module, "gradient_checkpointing", False):
-            raise IncompatibleError("activation_swap='attention' is incompatible with activation checkpointing")
+            raise IncompatibleError(SWAP_AND_CHECKPOINT if swaps else CHECKPOINT_TWICE)
+
+
+def _refuse_compiled(name: str, compiles: bool) -> None:
+    if compiles:
+        raise RewriteError(f"{name!r} is compiled already; apply the plan first, and compile after that")
+    raise GraphCompileError(name)
 
 
 def check_target(module: nn.Module) -> None:

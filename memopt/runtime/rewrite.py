@@ -11,6 +11,7 @@ from torch import nn
 
 from memopt.errors import GraphCompileError, RewriteError
 from memopt.ir import Action
+from memopt.runtime.compiled import forward_for_compile
 from memopt.runtime.contract import check_target
 from memopt.runtime.forward import run_region
 from memopt.runtime.module_state import forget_state
@@ -72,8 +73,8 @@ class _ForwardProperty:
 
 
 @functools.cache
-def rewritten_class(base: type) -> type:
-    """Return the subclass of a module class whose forward runs in a region."""
+def rewritten_class(base: type, compiles: bool = False) -> type:
+    """Return the subclass of a module class whose forward runs in a region; torch.compile may have it if it `compiles`."""
 
     def get_name(self: nn.Module) -> str:
         region = region_of(self)
@@ -85,21 +86,21 @@ def rewritten_class(base: type) -> type:
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = super(made, self).__reduce_ex__(protocol)  # type: ignore[misc]
         if isinstance(reduced, tuple) and reduced[:2] == (copyreg.__newobj__, (made,)):  # type: ignore[attr-defined]
-            return _new_rewritten, (base,), *reduced[2:]
+            return _new_rewritten, (base, compiles), *reduced[2:]
         return reduced
 
     body = {
         _BASE: base,
         "_get_name": get_name,
-        "compile": refuse_compile,
         "__prepare_scriptable__": refuse_compile,  # torch.jit.script asks every submodule for it
         "__reduce_ex__": reduce_ex,
         "__doc__": base.__doc__,
         "__module__": base.__module__,
         "__qualname__": base.__qualname__,
     }
+    body |= {} if compiles else {"compile": refuse_compile}
     made = types.new_class(base.__name__, (base,), exec_body=lambda namespace: namespace.update(body))
-    made.forward = _ForwardProperty(made)  # type: ignore[attr-defined]
+    made.forward = forward_for_compile(made, base) if compiles else _ForwardProperty(made)  # type: ignore[attr-defined]
     return made
 
 
@@ -111,8 +112,13 @@ def is_rewritten(module: nn.Module) -> bool:
 def rewrite_module(module: nn.Module, region: Region) -> None:
     """Put our class in front of a module's class and say what its region does; raises RewriteError."""
     check_target(module)
+    if region.compiles and "forward" in module.__dict__:
+        raise RewriteError(
+            f"{region.fqn!r} has a forward of its own beside its class, which torch.compile would not see; "
+            "take it off, or plan without enable_compile"
+        )
     try:
-        made = rewritten_class(type(module))
+        made = rewritten_class(type(module), region.compiles)
     except Exception as error:
         raise RewriteError(
             f"{type(module).__name__} admits no subclass: {error}; rewrite the modules inside it"
@@ -145,8 +151,8 @@ def _without_ours(cls: type) -> type:
     return type(cls)(cls.__name__, bases, body)
 
 
-def _new_rewritten(base: type) -> nn.Module:
+def _new_rewritten(base: type, compiles: bool = False) -> nn.Module:
     """Return an instance without state, for pickle and deepcopy, which cannot find a generated class by name."""
-    cls = rewritten_class(base)
+    cls = rewritten_class(base, compiles)
     made: nn.Module = cls.__new__(cls)
     return made

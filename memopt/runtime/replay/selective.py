@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memopt.errors import ReplayError
-from memopt.ir import Family, OpPolicy
+from memopt.ir import MAX_TAIL_TENSOR_BYTES, Family, OpPolicy
 from memopt.operands import Source, operands_of, source_of
 from memopt.operations import FINDERS, cheap, draws, family_of
 from memopt.runtime.replay.frame import Filling, Frame, Handle
@@ -21,8 +21,6 @@ from memopt.tensors import storage_key
 
 Function = Callable[..., Any]
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-MAX_TAIL_TENSOR_BYTES = 1 << 20
-"""How large a save at the end of a region may be to be kept: indices and weights of a router are, activations are not."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,0 +1,64 @@
+"""The forward of a checkpointed module that torch.compile may have: torch's own checkpoint, which dynamo understands."""
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from memopt.ir import OP_POLICIES, OpPolicy
+from memopt.operations import operator_family
+from memopt.runtime.forward import run_region
+from memopt.runtime.region import Region, region_of
+from memopt.runtime.replay.cache import holds_keys, without_cache
+
+
+def forward_for_compile(owner: Any, base: Any) -> Callable[..., Any]:
+    """Return a plain method for a generated class: as compiled, torch's checkpoint; eagerly, a region as any other."""
+
+    @functools.wraps(base.forward)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        inner = super(owner, self).forward
+        if not torch.compiler.is_compiling():
+            return run_region(self, inner, args, kwargs)
+        region = region_of(self)
+        if region is None or not self.training or not torch.is_grad_enabled() or holds_keys(args, kwargs):
+            return inner(*args, **kwargs)
+        args, kwargs = without_cache(args, kwargs)
+        return _checkpointed(inner, region, args, kwargs)
+
+    return forward
+
+
+def _checkpointed(inner: Callable[..., Any], region: Region, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    policy = OP_POLICIES[str(region.policy)]
+    if not policy.always and not policy.alternate:
+        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+    contexts = functools.partial(_contexts, policy)
+    return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def _contexts(policy: OpPolicy) -> Any:
+    """Return what tags the operators of one region, with a count of its own."""
+    return create_selective_checkpoint_contexts(_Tagging(policy))
+
+
+class _Tagging:
+    """Say for each operator of a region whether its result is saved; there is nothing in the graph that writes to it."""
+
+    def __init__(self, policy: OpPolicy) -> None:
+        self._policy = policy
+        self._num_alternating = 0
+
+    def __call__(self, context: Any, operator: Any, *args: Any, **kwargs: Any) -> TorchPolicy:
+        """Return torch's name for what the policy says."""
+        family = operator_family(operator)
+        if family in self._policy.always:
+            return TorchPolicy.MUST_SAVE
+        if family not in self._policy.alternate:
+            return TorchPolicy.PREFER_RECOMPUTE
+        self._num_alternating += 1
+        return TorchPolicy.MUST_SAVE if self._num_alternating % 2 else TorchPolicy.MUST_RECOMPUTE
