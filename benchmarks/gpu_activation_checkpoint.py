@@ -15,14 +15,13 @@ import torch
 from gpu_steps import StepInBackward, build, nothing, timed, train_step
 from torch.profiler import ProfilerActivity, profile
 
-from memopt.ir import Action
-from memopt.runtime import undo
-from memopt.runtime.region import Region
-from memopt.runtime.rewrite import rewrite_module
+import memopt
+from memopt.ir import account
+from memopt.passes.activation_checkpoint import ActivationCheckpoint
 
 
 @contextlib.contextmanager
-def transformers_checkpoint(model, plan):
+def transformers_checkpoint(model, graph):
     """transformers' gradient checkpointing, not reentrant."""
     model.gradient_checkpointing_enable({"use_reentrant": False})
     try:
@@ -32,27 +31,27 @@ def transformers_checkpoint(model, plan):
 
 
 @contextlib.contextmanager
-def checkpoint(model, plan, policy):
-    for fqn, layer in enumerate(model.model.layers):
-        rewrite_module(layer, Region(str(fqn), Action.RECOMPUTE, policy))
+def checkpoint(model, graph, mode):
+    handle = memopt.apply(model, planned(graph, mode))
     try:
         yield
     finally:
-        undo(model)
+        handle.undo()
 
 
-MODES = {
-    "off": nothing,
-    "transformers": transformers_checkpoint,
-    "full": functools.partial(checkpoint, policy="full"),
-    "selective": functools.partial(checkpoint, policy="selective"),
-    "attention-only": functools.partial(checkpoint, policy="attention-only"),
+def planned(graph, mode):
+    return memopt.plan(graph, passes=[ActivationCheckpoint(mode=mode)])
+
+
+OURS = ("full", "selective", "attention-only")
+MODES = {"off": nothing, "transformers": transformers_checkpoint} | {
+    mode: functools.partial(checkpoint, mode=mode) for mode in OURS
 }
 
 
-def measure(mode, model, batch, device, steps):
+def measure(mode, model, graph, batch, device, steps):
     """Warm up, then return the times and peaks of some steps."""
-    with MODES[mode](model, None):
+    with MODES[mode](model, graph):
         timed(model, batch, device)
         timed(model, batch, device)
         rows = [timed(model, batch, device) for _ in range(steps)]
@@ -60,12 +59,12 @@ def measure(mode, model, batch, device, steps):
     return rows
 
 
-def compare_gradients(stepper, model, batch):
+def compare_gradients(stepper, model, graph, batch):
     """Return, per mode, how many gradients differ from the baseline's by a bit; the baseline's own, run again, first."""
     reference, loss = stepper.checksums(model, batch)
     found = {}
     for mode in ("off", *(name for name in MODES if name != "off")):
-        with MODES[mode](model, None):
+        with MODES[mode](model, graph):
             train_step(model, batch)
             sums, other_loss = stepper.checksums(model, batch)
         different = sum(sums[name][0] != reference[name][0] for name in reference)
@@ -73,9 +72,9 @@ def compare_gradients(stepper, model, batch):
     return found
 
 
-def kernels(mode, model, batch):
+def kernels(mode, model, graph, batch):
     """Return how long the GPU and the host are busy in one step, and the kernels that take longest, in milliseconds."""
-    with MODES[mode](model, None):
+    with MODES[mode](model, graph):
         train_step(model, batch)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             train_step(model, batch)
@@ -86,7 +85,7 @@ def kernels(mode, model, batch):
     return {"device_ms": total / 1e3, "longest": longest}
 
 
-def summary(args, model, results, gradients, device):
+def summary(args, model, graph, results, device):
     rows = {}
     for mode, measured in results.items():
         rows[mode] = {"peak_bytes": max(peak for rows in measured for _, peak in rows)}
@@ -95,13 +94,17 @@ def summary(args, model, results, gradients, device):
             pairs = zip(measured, results[base], strict=True)
             ratios = [s / b for rows, base_rows in pairs for (s, _), (b, _) in zip(rows, base_rows, strict=True)]
             rows[mode][f"ratio_to_{base}"] = _spread(ratios)
+    for mode in OURS:
+        totals = account(planned(graph, mode))
+        rows[mode]["predicted_net_freed_bytes"] = totals.net_freed_bytes
+        rows[mode]["measured_freed_bytes"] = rows["off"]["peak_bytes"] - rows[mode]["peak_bytes"]
     added = [_added(results, mode) for mode in ("full", "selective")]
     return {
         "model": args.preset, "num_layers": model.config.num_hidden_layers, "batch_size": args.batch_size,
         "seq_length": args.seq_length, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
         "selective_added_time_to_full": _spread([s / f for f, s in zip(*added, strict=True) if f > 0]),
-        "modes": rows, "gradients": gradients,
+        "modes": rows,
     }  # fmt: skip
 
 
@@ -134,18 +137,18 @@ def main():
     ids = torch.randint(0, model.config.vocab_size, (args.batch_size, args.seq_length), device=device)
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
     stepper = StepInBackward(model)
-    gradients = compare_gradients(stepper, model, batch) if args.gradients_only else None
+    graph = memopt.analyze(model, batch, name=args.preset)
     if args.gradients_only:
-        print(json.dumps(gradients))
+        print(json.dumps(compare_gradients(stepper, model, graph, batch)))
         return
     results = {mode: [] for mode in MODES}
     for pair in range(args.pairs):
         for mode in MODES:
-            results[mode].append(measure(mode, model, batch, device, steps=2))
+            results[mode].append(measure(mode, model, graph, batch, device, steps=2))
         print(pair, {m: [round(row[0], 3) for row in rows[-1]] for m, rows in results.items()}, flush=True)
-    report = summary(args, model, results, gradients, device)
+    report = summary(args, model, graph, results, device)
     if args.kernels and device == "cuda":
-        report["kernels"] = {mode: kernels(mode, model, batch) for mode in MODES}
+        report["kernels"] = {mode: kernels(mode, model, graph, batch) for mode in MODES}
     print(json.dumps(report, indent=1))
     if args.output:
         args.output.parent.mkdir(parents=True, exist_ok=True)

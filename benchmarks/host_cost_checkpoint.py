@@ -11,6 +11,8 @@ import torch
 from gpu_activation_checkpoint import MODES
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
+import memopt
+
 
 def tiny(num_layers):
     torch.manual_seed(0)
@@ -41,10 +43,11 @@ def main():
     model = tiny(args.num_layers)
     ids = torch.randint(0, 64, (1, 8))
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    graph = memopt.analyze(model, batch)
     seconds = {mode: [] for mode in MODES}
     for _ in range(args.rounds):
         for mode in MODES:
-            with MODES[mode](model, None):
+            with MODES[mode](model, graph):
                 step(model, batch)
                 step(model, batch)
                 seconds[mode].append(step(model, batch))

@@ -11,6 +11,8 @@ import torch
 from gpu_activation_checkpoint import MODES
 from gpu_steps import StepInBackward, build
 
+import memopt
+
 
 class Pauses:
     """Add up how long the garbage collector stops the program, and how often in its oldest generation."""
@@ -55,13 +57,14 @@ def main():
     StepInBackward(model)
     ids = torch.randint(0, model.config.vocab_size, (1, args.seq_length), device="cuda")
     batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    graph = memopt.analyze(model, batch, name=args.preset)
     pauses = Pauses()
     for frozen in (False, True):
         if frozen:
             gc.collect()
             gc.freeze()
         for mode, entered in MODES.items():
-            with entered(model, None):
+            with entered(model, graph):
                 for _ in range(3):
                     step(model, batch)
                 pauses.taken()

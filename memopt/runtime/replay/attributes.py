@@ -79,11 +79,14 @@ class Attributes:
             self._drop_clones()
         return frozenset((owner.name, key) for owner, key, _ in self._changed_buffers())
 
-    def check(self, fqn: str) -> None:
-        """Raise SavedTensorModifiedError if a parameter or buffer is not what the forward used, and no copy is there."""
+    def check_parameters(self, fqn: str) -> None:
+        """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
         for parameter, version in zip(self._snapshot.parameters, self._parameter_versions, strict=True):
             if (now := version_of(parameter)) != version:
                 raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, now, what="a parameter of")
+
+    def check_buffers(self, fqn: str) -> None:
+        """Raise SavedTensorModifiedError if a buffer is not what the forward used, and no copy of it is there."""
         for owner, key, buffer in self._changed_buffers():
             if (owner.name, key) not in self._clones:
                 now = version_of(buffer)

@@ -5,8 +5,9 @@ looks at every one, so that they are as bare as can be: what there is to know li
 """
 
 import threading
+import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -14,8 +15,16 @@ import torch
 
 from memopt.errors import ReplayError
 
-Replay = Callable[["Filling"], None]
-"""Runs the region's forward again, its saves going to a Filling."""
+
+class Again(Protocol):
+    """What runs a region's forward a second time."""
+
+    def check(self) -> None:
+        """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
+
+    def replay(self, filling: "Filling") -> None:
+        """Run the forward again, its saves going to a filling."""
+
 
 _LAST = 16
 """Of this many last saves without a gradient it is looked whether their operation fills them after it saves them."""
@@ -53,7 +62,9 @@ class Frame:
         self._guards: dict[int, Guard] = {}
         """Of the values that were kept, and not computed again."""
         self._released: set[int] = set()
-        self._replay: Replay | None = None
+        self._again: Again | None = None
+        self._has_begun = False
+        self._computed: set[int] = set()
         self._last_needed: int | None = None
         self._lock = threading.RLock()
 
@@ -101,20 +112,22 @@ class Frame:
             self._values[position] = None
         self._guards.pop(position, None)
 
-    def close(self, replay: Replay, *, last_needed: int | None) -> None:
+    def close(self, again: Again, *, last_needed: int | None) -> None:
         """Note how to replay the region, now that its forward has ended.
 
         With the save `last_needed` a replay may end at once; None where an operation may fill it after that.
         """
         self.learned.clear()
         self._make_room()
-        self._replay = replay
+        self._again = again
         self._last_needed = last_needed
 
     def value_of(self, position: int) -> torch.Tensor:
         """Return a saved tensor, computed again with all that is missing around it."""
         with self._lock:
             self._make_room()
+            if not self._has_begun:
+                self._begin()
             if (guard := self._guards.get(position)) is not None and not guard.is_valid():
                 self.drop(position)
             if self._values[position] is None:
@@ -135,18 +148,28 @@ class Frame:
     def _make_room(self) -> None:
         self._values += [None] * (len(self._looks) - len(self._values))
 
-    def _fill(self) -> None:
-        if self._replay is None:
+    def _begin(self) -> None:
+        """Look at the parameters when backward comes to the region: an optimizer may step in backward, one by one."""
+        if self._again is None:
             raise ReplayError(self.fqn, "cannot begin, for the forward has not ended: backward runs inside of it")
-        missing = {n for n, value in enumerate(self._values) if value is None and n not in self._released}
-        self._replay(Filling(self, missing.copy(), self._last_needed))
+        self._again.check()
         if torch._C._current_graph_task_id() != -1:
-            torch.autograd.Variable._execution_engine.queue_callback(lambda: self._clear(missing))  # type: ignore[attr-defined]
+            self._has_begun = True
+            ref = weakref.ref(self)  # what the region was called with shall go with its last handle
+            torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(ref))  # type: ignore[attr-defined]
 
-    def _clear(self, positions: set[int]) -> None:
-        """Drop what a backward has computed and, with retain_graph, may not be the last to read."""
-        for position in positions:
+    def _fill(self) -> None:
+        assert self._again is not None
+        missing = {n for n, value in enumerate(self._values) if value is None and n not in self._released}
+        self._computed |= missing
+        self._again.replay(Filling(self, missing, self._last_needed))
+
+    def end(self) -> None:
+        """Drop what this backward has computed and, with retain_graph, may not be the last to read."""
+        self._has_begun = False
+        for position in self._computed:
             self._values[position] = None
+        self._computed.clear()
 
 
 class Filling:
@@ -195,6 +218,11 @@ class _Filled(BaseException):
     def __init__(self, filling: Filling) -> None:
         super().__init__()
         self.filling = filling
+
+
+def _end(ref: "weakref.ref[Frame]") -> None:
+    if (frame := ref()) is not None:
+        frame.end()
 
 
 def unpack(handle: Handle) -> torch.Tensor:

@@ -115,12 +115,16 @@ class _Call:
             num_needed = self._results.close(frame)
             self._counters.kept_results_bytes += self._results.num_bytes(frame)
         stops_early = known.stops_early.get(frame.num_saves, False)
-        frame.close(self.replay, last_needed=num_needed - 1 if stops_early else None)
+        frame.close(self, last_needed=num_needed - 1 if stops_early else None)
+
+    def check(self) -> None:
+        """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
+        self._attributes.check_parameters(self._fqn)
 
     def replay(self, filling: Filling) -> None:
         """Run the forward again, its saves going to a filling; nothing else may notice."""
         self._counters.replayed_calls += 1
-        self._attributes.check(self._fqn)
+        self._attributes.check_buffers(self._fqn)
         with ExitStack() as stack:
             stack.enter_context(filling.stopping())
             stack.enter_context(self._surroundings.restored())
