@@ -1,8 +1,7 @@
 """Say what an expensive function saves in terms of its operands: then a replay can do without calling it."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -12,8 +11,7 @@ from memopt.tensors import MAX_CAST_CHAIN, VIEWS, storage_key
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(NamedTuple):
     """A saved tensor as a view of an operand, or of an operand's cast (autocast makes one)."""
 
     position: int

@@ -33,6 +33,8 @@ class Result:
     saves: tuple[Source | int, ...]
     """In order: a view of an operand, or the position of a save that is kept."""
     versions: tuple[tuple[torch.Tensor, int], ...]
+    storages: dict[int, int]
+    """What it keeps, with bytes."""
     num_saves: int
     """How many saves of the region had been made when the function returned."""
 
@@ -54,10 +56,6 @@ class Result:
     def held(self) -> list[int]:
         """Return the positions of what the function saved itself, and the frame holds."""
         return [save for save in self.saves if isinstance(save, int)]
-
-    def storages(self) -> dict[int, int]:
-        """Return the storages that it keeps, with their bytes."""
-        return _storages(tensor for tensor, _ in self.versions)
 
 
 @dataclass(slots=True, eq=False)
@@ -101,9 +99,8 @@ class Results:
         self.calls.append((func, result))
         self._drop_tail(frame)  # the replay must come as far as this call
         if result is not None:
-            storages = result.storages()
-            self._by_storage |= dict.fromkeys(storages, result)
-            self._tail_budget_bytes = 0 if result.held() else sum(storages.values())
+            self._by_storage |= dict.fromkeys(result.storages, result)
+            self._tail_budget_bytes = 0 if result.held() else sum(result.storages.values())
 
     def note(self, frame: Frame, position: int, tensor: torch.Tensor) -> None:
         """Keep a save outside of kept functions for the time being, or give up those before it."""
@@ -114,7 +111,9 @@ class Results:
         result, num_bytes = self._by_storage.get(storage._cdata), storage.nbytes()
         if result is None and num_bytes > MAX_TAIL_TENSOR_BYTES:
             if num_bytes > self._tail_budget_bytes:
-                self._drop_tail(frame)
+                if self._tail:
+                    self._drop_tail(frame)
+                self._tail_budget_bytes = 0
                 return
             self._tail_budget_bytes -= num_bytes
         held = tensor.detach()
@@ -145,7 +144,7 @@ class Results:
         guards = [frame.guard_of(position) for position in self._tail]
         kept = _storages(guard.tensor for guard in guards if isinstance(guard, Held))
         for _, result in self.calls:
-            kept |= result.storages() if result is not None else {}
+            kept |= result.storages if result is not None else {}
         return sum(kept.values())
 
     def result_of(self, number: int, func: Function) -> Result | None:
@@ -175,10 +174,10 @@ class Keeping(TorchFunctionMode):
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Drop one saved tensor, or keep it: the hook that autograd calls in the region's forward."""
         handle = self._drop(tensor)
-        if self._gate is None:
-            self._results.note(self._frame, handle.position, tensor)
-        else:
+        if self._gate is not None:
             self._gate.append((handle.position, tensor))
+        else:
+            self._results.note(self._frame, handle.position, tensor)
         return handle
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -255,13 +254,15 @@ def _result(
     """Return what can be kept of a call, None if it cannot: its results alias an operand, or it saves too much else."""
     outputs = _tensors(output)
     storages = _storages(outputs)
-    if not outputs or any(type(t) not in PLAIN for t in outputs) or storages.keys() & _storages(operands).keys():
+    if not outputs or any(type(t) not in PLAIN for t in outputs):
+        return None
+    if any(storage_key(operand) in storages for operand in operands):
         return None
     saves = [(position, tensor, source_of(tensor, operands)) for position, tensor in gate]
-    others = _storages(tensor for _, tensor, source in saves if source is None)
+    held = [(position, tensor.detach()) for position, tensor, source in saves if source is None]
+    others = _storages(tensor for _, tensor in held)
     if 2 * sum(size for key, size in others.items() if key not in storages) > sum(storages.values()):
         return None
-    held = [(position, tensor.detach()) for position, tensor, source in saves if source is None]
     kept = output.detach() if output is outputs[0] else tree_map_only(torch.Tensor, torch.Tensor.detach, output)
     tensors = [*_tensors(kept), *(tensor for _, tensor in held)]
     result = Result(
@@ -269,6 +270,7 @@ def _result(
         need_grad=tuple(t.requires_grad for t in outputs),
         saves=tuple(position if source is None else source for position, _, source in saves),
         versions=tuple((t, t._version) for t in tensors),
+        storages=storages | others,
         num_saves=frame.num_saves,
     )
     for position, tensor in held:
