@@ -3,13 +3,17 @@
 import copy
 from collections import UserDict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
 
 from memopt.errors import SavedTensorModifiedError
+from memopt.runtime.replay.random_streams import is_generator
 from memopt.tensors import storage_key
+
+_ATOMS = (bool, int, float, str)
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs and unpacks saved tensors around a region: the user's."""
@@ -20,6 +24,7 @@ class Arguments:
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.leaves: list[_Leaf] = []
+        self.generators: list[Any] = []
         self._outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         memo: dict[int, Any] = {}
         self._args = [self._node(value, memo) for value in args]
@@ -52,6 +57,8 @@ class Arguments:
 
     def _node(self, value: Any, memo: dict[int, Any]) -> Any:
         if not isinstance(value, (torch.Tensor, list, tuple, dict, UserDict)) or isinstance(value, nn.Parameter):
+            if value is not None and type(value) not in _ATOMS and is_generator(value):
+                self.generators.append(value)
             return value
         node = memo.get(id(value))
         if node is None and isinstance(value, torch.Tensor):
@@ -126,6 +133,8 @@ class _Branch:
         """Return the container anew."""
         if isinstance(self._original, tuple):
             made = [_rebuilt(child, memo, fqn) for child in self._children]
+            if all(map(is_, made, self._original)):
+                return self._original  # a class of tuples may not be made as easily as tuples are
             kind = type(self._original)
             return kind(*made) if hasattr(kind, "_fields") else kind(made)
         again = memo[id(self)] = copy.copy(self._original)

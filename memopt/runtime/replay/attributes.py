@@ -12,6 +12,7 @@ from torch import nn
 
 from memopt.errors import SavedTensorModifiedError
 from memopt.runtime.replay.arguments import differs, version_of
+from memopt.runtime.replay.random_streams import is_generator
 
 _TORCH_ITSELF = frozenset(nn.Module().__dict__) - {"training"}
 """The attributes by which torch keeps parameters, buffers, children and hooks."""
@@ -32,6 +33,7 @@ class Snapshot:
             (owner, key, b) for owner in self.owners for key, b in owner.buffers.items() if b is not None
         )
 
+        self.generators = tuple(v for owner in self.owners for v in owner.attributes.values() if is_generator(v))
         self._carried = self._flat()
         self._with_contents = tuple(owner for owner in self.owners if owner.contents)
 

@@ -3,17 +3,20 @@
 import functools
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
+Access = tuple[Callable[[], Any], Callable[[Any], Any]]
+"""How a generator's state is read and written."""
+
 
 class RandomStream:
     """The state of one random generator."""
 
-    def __init__(self, get: Callable[[], Any], set_: Callable[[Any], None]) -> None:
+    def __init__(self, get: Callable[[], Any], set_: Callable[[Any], Any]) -> None:
         self._get = get
         self._set = set_
         self._state = get()
@@ -33,28 +36,50 @@ class RandomStream:
             self._set(now)
 
 
-def random_streams(devices: set[torch.device]) -> list[RandomStream]:
-    """Return the generators of torch on the CPU and on these devices, of Python, and of numpy where it is imported."""
-    streams = [RandomStream(torch.get_rng_state, torch.set_rng_state), RandomStream(random.getstate, random.setstate)]
-    for device in devices:
-        if device.type not in ("cpu", "meta"):
-            module = torch.get_device_module(device)
-            streams.append(
-                RandomStream(
-                    functools.partial(module.get_rng_state, device), functools.partial(_set_state, module, device)
-                )
-            )
+def random_streams(devices: set[torch.device], generators: Iterable[Any]) -> list[RandomStream]:
+    """Return the global generators of torch, Python and numpy, those of some devices, and the given ones."""
+    accesses: list[Access] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
     if (numpy := sys.modules.get("numpy")) is not None:
-        streams.append(RandomStream(numpy.random.get_state, numpy.random.set_state))
-    return streams
+        accesses.append((numpy.random.get_state, numpy.random.set_state))
+    accesses += [_of_device(device) for device in devices if device.type not in ("cpu", "meta")]
+    accesses += [access for generator in generators if (access := _access_of(generator)) is not None]
+    return [RandomStream(get, set_) for get, set_ in accesses]
 
 
-def _set_state(module: Any, device: torch.device, state: torch.Tensor) -> None:
-    module.set_rng_state(state, device)
+def is_generator(value: Any) -> bool:
+    """Tell whether a value is a random generator of torch, Python or numpy."""
+    return _access_of(value) is not None
+
+
+def _access_of(value: Any) -> Access | None:
+    if isinstance(value, torch.Generator):
+        return value.get_state, value.set_state
+    if isinstance(value, random.Random):
+        return value.getstate, value.setstate
+    if type(value).__module__.startswith("numpy.random"):
+        bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
+        if hasattr(value, "get_state"):
+            return value.get_state, value.set_state
+        if bits is not None:
+            return functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
+    return None
+
+
+def _of_device(device: torch.device) -> Access:
+    module = torch.get_device_module(device)
+
+    def set_state(state: torch.Tensor) -> None:
+        module.set_rng_state(state, device)
+
+    return functools.partial(module.get_rng_state, device), set_state
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Tell whether two states are equal; numpy's and Python's are tuples of few items, one of them long."""
+    """Tell whether two states are equal; numpy's and Python's hold few items, one of them long."""
     if isinstance(one, torch.Tensor):
         return torch.equal(one, other)
-    return all((a == b).all() if hasattr(a, "shape") else a == b for a, b in zip(one, other, strict=True))
+    if isinstance(one, dict):
+        return all(_same(value, other[key]) for key, value in one.items())
+    if isinstance(one, tuple):
+        return all((a == b).all() if hasattr(a, "shape") else a == b for a, b in zip(one, other, strict=True))
+    return bool((one == other).all()) if hasattr(one, "shape") else bool(one == other)

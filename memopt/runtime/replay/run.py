@@ -74,7 +74,8 @@ class _Call:
             known.snapshot = Snapshot(module)
         self._arguments = arguments
         self._attributes = Attributes(known.snapshot)
-        self._surroundings = Surroundings({device, *(leaf.tensor.device for leaf in arguments.leaves)})
+        devices = {device, *(leaf.tensor.device for leaf in arguments.leaves)}
+        self._surroundings = Surroundings(devices, (*known.snapshot.generators, *arguments.generators))
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
         self._results: Results | None = None

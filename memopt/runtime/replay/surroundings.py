@@ -1,7 +1,8 @@
 """What a forward depends on besides its arguments and modules: random streams, autocast, kernels, defaults."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import torch
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
@@ -15,8 +16,8 @@ _Autocast = tuple[str, bool, torch.dtype, bool]
 class Surroundings:
     """The state around a region when it was entered, so that a replay finds the same."""
 
-    def __init__(self, devices: set[torch.device]) -> None:
-        self._streams = random_streams(devices)
+    def __init__(self, devices: set[torch.device], generators: Iterable[Any]) -> None:
+        self._streams = random_streams(devices, generators)
         cached = torch.is_autocast_cache_enabled()
         self._autocasts = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
