@@ -15,7 +15,8 @@ from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
 from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
 from memopt.runtime.replay.hooks import HookRecord
-from memopt.runtime.replay.selective import Keeping, Results, Standing
+from memopt.runtime.replay.results import Results
+from memopt.runtime.replay.selective import Keeping, Standing
 from memopt.runtime.replay.surroundings import Surroundings
 
 Forward = Callable[..., Any]
