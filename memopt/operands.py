@@ -8,7 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.tensors import MAX_CAST_CHAIN, VIEWS, storage_key
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+PLAIN = (torch.Tensor, torch.nn.Parameter)
+"""The classes of tensors whose storage is all there is to them."""
 
 
 class Source(NamedTuple):
@@ -57,7 +58,7 @@ def _looks_of(operand: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    plain = isinstance(tensor, FakeTensor) or type(tensor) in _PLAIN
+    plain = isinstance(tensor, FakeTensor) or type(tensor) in PLAIN
     return plain and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -8,12 +8,10 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from memopt.errors import IllegalValueError
 from memopt.ir import Action, CheckpointPolicy, Kind
+from memopt.operands import PLAIN
 from memopt.runtime.policy import SWAPS, policy_of
 from memopt.runtime.region import Region
 from memopt.tensors import kind_of, storage_keys
-
-_PLAIN = (torch.Tensor, nn.Parameter)
-"""The classes whose storage is all there is to them; subclasses stay on the device."""
 
 
 class Choice:
@@ -27,7 +25,7 @@ class Choice:
 
     def swaps(self, tensor: torch.Tensor) -> bool:
         """Decide on one saved tensor."""
-        if self._keeps_all or type(tensor) not in _PLAIN or tensor.layout is not torch.strided:
+        if self._keeps_all or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return False
         if tensor.device != self._device or _is_odd(tensor):
             return False

@@ -9,12 +9,11 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memopt.errors import ReplayError
 from memopt.ir import MAX_TAIL_TENSOR_BYTES, Family, OpPolicy
-from memopt.operands import Source, source_of
+from memopt.operands import PLAIN, Source, source_of
 from memopt.runtime.replay.frame import Frame
 from memopt.tensors import storage_key
 
 Function = Callable[..., Any]
-PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 @dataclass(slots=True, eq=False)
