@@ -294,6 +294,8 @@ def test_a_model_that_is_compiled_first_is_refused_and_left_as_it_was():
     model.model.layers[1].compile(backend="eager")
     with pytest.raises(RewriteError, match=r"'model\.layers\.1' is compiled already; apply the plan first"):
         memopt.apply(model, plan)
+    with pytest.raises(RewriteError, match="'OptimizedModule' is compiled already"):
+        memopt.apply(torch.compile(build("llama"), backend="eager"), plan)
     assert not any(map(is_rewritten, model.modules()))
 
 
