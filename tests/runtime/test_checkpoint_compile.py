@@ -98,15 +98,9 @@ def test_layers_that_are_compiled_one_by_one(name, mode):
     for seed in range(2):
         want, got = trained(plain, loss_on(batch(name)), seed), trained(model, loss_on(batch(name)), seed)
         assert_identical(want, got)
-    assert_close(trained(build(name), loss_on(batch(name)), seed), got)
+    never_compiled = trained(build(name), loss_on(batch(name)), seed)
+    (assert_close if name == "qwen3_moe" else assert_identical)(never_compiled, got)  # its plain graphs differ too
     assert total_stats(model).checkpointed_calls == 0
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_these_are_equal_to_what_was_never_compiled(name, mode):
-    model, plain = compile_layers(checkpointed(name, mode)), build(name)
-    assert_trains_alike(plain, model, loss_on(batch(name)))
 
 
 @pytest.mark.parametrize("mode", MODES)
