@@ -71,7 +71,7 @@ def apply(
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     if config.activation_swap == "attention" and "self_attn" not in names:
         raise NoSelfAttentionError(type(model).__name__)
-    check_rewritable(model, swaps=config.activation_checkpoint == "off", compiles=config.enable_compile)
+    _check(config, model)
     return rewrite_on_first_forward(model, functools.partial(_apply_in_forward, config))
 
 
@@ -92,8 +92,13 @@ def _apply_in_forward(config: Config, model: nn.Module, args: tuple[Any, ...], k
 
 
 def _trace_and_apply(config: Config, model: nn.Module, inputs: Any, *, autocast: str) -> Rewriting:
+    _check(config, model)  # transformers' checkpointing, turned on since, leaves a trace nothing to find
     graph = analyze(model, inputs, autocast=autocast)
     return apply_plan(model, plan(graph, config))
+
+
+def _check(config: Config, model: nn.Module) -> None:
+    check_rewritable(model, swaps=config.activation_checkpoint == "off", compiles=config.enable_compile)
 
 
 def _config(config: AnyConfig | None, options: Mapping[str, Any]) -> Config:

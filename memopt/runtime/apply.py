@@ -43,6 +43,10 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
     model that was rewritten otherwise, IncompatibleError and GraphCompileError for what excludes a rewriting; the
     model is then as it was.
     """
+    decisions = plan.decisions.values()
+    if not any(map(region_of, model.modules())):  # before the names are compared: a compiled model has others
+        swaps = any(decision.action is not Action.RECOMPUTE for decision in decisions)
+        check_rewritable(model, swaps=swaps, compiles=any(decision.compiles for decision in decisions))
     regions = _regions(model, plan)
     chain = [model.get_submodule(fqn) for fqn in plan.prefetch_chain]
     previous: dict[nn.Module, nn.Module | None] = dict(zip(chain, (None, *chain), strict=False))
@@ -52,9 +56,6 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
                 f"{type(model).__name__} is rewritten by another plan already; call memopt.undo(model) before this one"
             )
         return _rewriting(model, plan, regions)
-    decisions = plan.decisions.values()
-    swaps = any(decision.action is not Action.RECOMPUTE for decision in decisions)
-    check_rewritable(model, swaps=swaps, compiles=any(decision.compiles for decision in decisions))
     try:
         with preserved(model):
             for module, region in regions.items():

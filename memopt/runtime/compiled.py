@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -21,16 +22,28 @@ def forward_for_compile(owner: Any, base: Any) -> Callable[..., Any]:
 
     @functools.wraps(base.forward)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        inner = super(owner, self).forward
-        if not torch.compiler.is_compiling():
-            return run_region(self, inner, args, kwargs)
-        region = region_of(self)
-        if region is None or not self.training or not torch.is_grad_enabled() or holds_keys(args, kwargs):
-            return inner(*args, **kwargs)
-        args, kwargs = without_cache(args, kwargs)
-        return _checkpointed(inner, region, args, kwargs)
+        return _run(self, super(owner, self).forward, args, kwargs)
 
     return forward
+
+
+def _run(module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a module's forward, in a graph or eagerly: also where dynamo broke the graph inside of it.
+
+    Only then does dynamo meet this function's own frame, which it is told to skip: it would leave torch's checkpoint to
+    run eagerly, with saved results that somebody may have written to.
+    """
+    if not torch.compiler.is_compiling():
+        return _run_eagerly(module, inner, args, kwargs)
+    region = region_of(module)
+    if region is None or not module.training or not torch.is_grad_enabled() or holds_keys(args, kwargs):
+        return inner(*args, **kwargs)
+    args, kwargs = without_cache(args, kwargs)
+    return _checkpointed(inner, region, args, kwargs)
+
+
+skip_code(_run.__code__)
+_run_eagerly = torch.compiler.disable(run_region)
 
 
 def _checkpointed(inner: Callable[..., Any], region: Region, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -27,3 +27,14 @@ def test_fsdp2(world, mixed):
 @pytest.mark.parametrize(("world", "accumulate"), [(1, False), (2, True)])
 def test_ddp(world, accumulate):
     run(world, workers.ddp, accumulate)
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(("mixed", "nested"), [(False, False), (True, True)], ids=["float32", "mixed nested"])
+def test_fsdp2_checkpointed(mode, mixed, nested):
+    run(2, workers.fsdp2_checkpointed, mode, mixed, nested)
+
+
+@pytest.mark.parametrize(("mode", "accumulate"), [("full", True), ("selective", False)])
+def test_ddp_checkpointed(mode, accumulate):
+    run(2, workers.ddp_checkpointed, mode, accumulate)

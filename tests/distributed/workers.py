@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import memopt
 from memopt.ir import CheckpointPolicy
@@ -116,3 +117,89 @@ def ddp(rank, world, order, accumulate):
         for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), name
     assert total_stats(model).copied_out_tensors > 0
+
+
+def checkpoint(model, mode):
+    """Recompute the layers by a plan that was made of a model which is not sharded."""
+    graph = memopt.analyze(models.llama(num_hidden_layers=2), models.batch(batch_size=1, seq_length=16))
+    memopt.apply(model, memopt.plan(graph, activation_checkpoint=mode))
+
+
+def fsdp2_checkpointed(rank, world, order, mode, mixed, nested):
+    """Three steps of a sharded model beside one that is not rewritten: gradients, and how often weights are gathered."""
+    mesh = init_device_mesh("cpu", (world,))
+    plain = shard_small(models.llama(num_hidden_layers=2), mesh, mixed, nested)
+    model = models.llama(num_hidden_layers=2)
+    if order == "before":
+        checkpoint(model, mode)
+    model = shard_small(model, mesh, mixed, nested)
+    if order == "after":
+        checkpoint(model, mode)
+    if order == "first forward":
+        memopt.apply(model, {"activation_checkpoint": mode})
+    assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
+    inputs = models.batch(batch_size=2, seq_length=32, seed=rank)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
+    for _ in range(3):
+        num_gathers = []
+        for one, optimizer in zip((plain, model), optimizers, strict=True):
+            optimizer.zero_grad()
+            with CountingGathers() as gathers:
+                one(**inputs).loss.backward()
+            num_gathers.append(gathers.count)
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.grad.to_local(), q.grad.to_local()), name
+        if not nested:
+            assert num_gathers[0] == num_gathers[1] > 0
+        for optimizer in optimizers:
+            optimizer.step()
+    stats = total_stats(model)
+    assert stats.replayed_calls == stats.checkpointed_calls == 3 * 2
+    memopt.undo(model)
+    assert torch.equal(plain(**inputs).loss, model(**inputs).loss)
+
+
+def shard_small(model, mesh, mixed, nested):
+    """Shard a model; nested: also the MLP inside each layer."""
+    if nested:
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if mixed else MixedPrecisionPolicy()
+        for layer in model.model.layers:
+            fully_shard(layer.mlp, mesh=mesh, mp_policy=policy)
+    return shard(model, mesh, mixed)
+
+
+class CountingGathers(TorchDispatchMode):
+    """Count the all-gathers of weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += "allgather" in func.name() or "all_gather_into_tensor" in func.name()
+        return func(*args, **(kwargs or {}))
+
+
+def ddp_checkpointed(rank, world, order, mode, accumulate):
+    """Three steps under DDP beside a model that is not rewritten."""
+    plain = DistributedDataParallel(models.llama(num_hidden_layers=2))
+    model = models.llama(num_hidden_layers=2)
+    if order == "before":
+        checkpoint(model, mode)
+    model = DistributedDataParallel(model)
+    if order == "after":
+        checkpoint(model, mode)
+    if order == "first forward":
+        memopt.apply(model, {"activation_checkpoint": mode})
+    inputs = models.batch(batch_size=2, seq_length=32, seed=rank)
+    for number in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            if accumulate:
+                with one.no_sync():
+                    one(**models.batch(batch_size=1, seq_length=32, seed=number)).loss.backward()
+            one(**inputs).loss.backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), name
+    stats = total_stats(model)
+    assert stats.replayed_calls == stats.checkpointed_calls == 3 * 2 * (1 + accumulate)

@@ -1,0 +1,211 @@
+"""Checkpointing on a real device: exact with its kernels and random numbers, and freed to the byte that is planned.
+
+What does not measure the device's memory is rehearsed on the CPU, so that no case is met there for the first time.
+"""
+
+import contextlib
+import gc
+
+import pytest
+import torch
+
+import memopt
+from memopt.ir import account
+from tests import models
+from tests.runtime.steps import assert_equal_gradients, gradients
+
+MODES = ("full", "selective", "attention-only")
+SIZED = {"hidden_size": 1024, "head_dim": 128, "num_attention_heads": 8, "num_hidden_layers": 4}
+"""Of models whose activations outweigh what an allocator rounds up."""
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    return torch.device(request.param)
+
+
+def moved(thing, device):
+    if isinstance(thing, dict):
+        return {key: moved(value, device) for key, value in thing.items()}
+    return thing.to(device) if isinstance(thing, (torch.Tensor, torch.nn.Module)) else thing
+
+
+def batch(device, **options):
+    """Return a batch, on a CPU a short one."""
+    return moved(models.batch(**({"seq_length": 512 if device.type == "cuda" else 32} | options)), device)
+
+
+def checkpointed(model, mode, inputs, *, autocast="none"):
+    plan = memopt.plan(memopt.analyze(model, inputs, autocast=autocast), passes=f"activation-checkpoint:mode={mode}")
+    return memopt.apply(model, plan)
+
+
+def random_states(device):
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
+
+
+def step(model, inputs, seed, context):
+    """Return the loss, the gradients, and the random streams after forward and after backward."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    device = next(model.parameters()).device
+    with context():
+        loss = model(**inputs).loss
+    after_forward = random_states(device)
+    loss.backward()
+    return loss.detach(), gradients(model), [*after_forward, *random_states(device)]
+
+
+def assert_equal(want, got):
+    assert torch.equal(want[0], got[0])
+    assert_equal_gradients(want[1], got[1])
+    assert all(map(torch.equal, want[2], got[2]))
+
+
+def assert_exact(build, inputs, mode, *, dtype=torch.float32, autocast="none", **options):
+    """Three steps beside the model as it was: the first teaches a region what the others use."""
+    device = inputs["input_ids"].device
+    plain, again, model = (build(**options).to(device, dtype) for _ in range(3))
+    handle = checkpointed(model, mode, inputs, autocast=autocast)
+
+    def context():
+        return contextlib.nullcontext() if autocast == "none" else torch.autocast(device.type, torch.bfloat16)
+
+    for seed in range(3):
+        want = step(plain, inputs, seed, context)
+        assert_equal(want, step(again, inputs, seed, context))  # the kernels repeat themselves
+        assert_equal(want, step(model, inputs, seed, context))
+    stats, totals = handle.stats(), account(handle.plan)
+    assert stats.checkpointed_calls == stats.replayed_calls == 3 * len(handle.plan.decisions)
+    assert stats.kept_results_bytes == 3 * totals.result_bytes
+    assert (totals.result_bytes > 0) == (mode != "full" and not options.get("attention_dropout"))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("build", [models.qwen3_moe, models.llama])
+def test_exact(device, build, dtype, mode):
+    assert_exact(build, batch(device), mode, dtype=dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_with_dropout_in_attention(device, dtype, mode):
+    """The device's random stream is rewound for a replay, and goes on as if there had been none."""
+    device_inputs = batch(device)
+    plain, model = (models.llama(attention_dropout=0.2).to(device, dtype) for _ in range(2))
+    handle = checkpointed(model, mode, device_inputs)
+    for seed in range(3):
+        want = step(plain, device_inputs, seed, contextlib.nullcontext)
+        assert_equal(want, step(model, device_inputs, seed, contextlib.nullcontext))
+    other = step(plain, device_inputs, 7, contextlib.nullcontext)
+    assert not torch.equal(want[0], other[0])  # it does draw
+    assert handle.stats().replayed_calls == 3 * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("build", [models.qwen3_moe, models.llama])
+def test_exact_under_autocast(device, build, mode):
+    assert_exact(build, batch(device), mode, autocast="bfloat16")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_exact_with_padding(device, mode):
+    inputs = batch(device)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :10] = 0
+    assert_exact(models.llama, inputs | {"attention_mask": mask}, mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_several_forwards_before_one_backward(device, mode):
+    """Replays of the later call come first, each with its own arguments and random numbers."""
+    plain, model = (models.llama(attention_dropout=0.2).to(device) for _ in range(2))
+    checkpointed(model, mode, batch(device))
+    for _ in range(2):
+        for one in (plain, model):
+            one.zero_grad()
+            torch.manual_seed(3)
+            losses = [one(**batch(device, seed=seed)).loss for seed in range(3)]
+            (losses[1] + losses[0] * losses[2]).backward()
+        assert_equal_gradients(gradients(plain), gradients(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_on_a_stream_of_its_own(mode):
+    """A replay runs where the forward ran, whatever stream is current when backward is called."""
+    device = torch.device("cuda")
+    plain, model = (models.llama().to(device) for _ in range(2))
+    inputs = batch(device)
+    checkpointed(model, mode, inputs)
+    stream = torch.cuda.Stream()
+    for seed in range(3):
+        want = step(plain, inputs, seed, contextlib.nullcontext)
+        torch.cuda.synchronize()
+        model.zero_grad()
+        with torch.cuda.stream(stream):
+            loss = model(**inputs).loss
+        torch.cuda.current_stream().wait_stream(stream)
+        loss.backward()
+        torch.cuda.synchronize()
+        assert torch.equal(want[0], loss.detach())
+        assert_equal_gradients(want[1], gradients(model))
+
+
+def allocated_after_forward(model, inputs):
+    loss = model(**inputs).loss
+    torch.cuda.synchronize()
+    gc.collect()
+    allocated = torch.cuda.memory_allocated()
+    loss.backward()
+    model.zero_grad()
+    return allocated
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("build", [models.qwen3_moe, models.llama])
+def test_what_the_plan_says_is_freed_is_freed(build, dtype, mode):
+    device = torch.device("cuda")
+    model = build(**SIZED, num_key_value_heads=8, intermediate_size=4096).to(device, dtype)
+    inputs = batch(device, seq_length=1024)
+    before = [allocated_after_forward(model, inputs) for _ in range(3)][-1]
+    handle = checkpointed(model, mode, inputs)
+    after = [allocated_after_forward(model, inputs) for _ in range(3)][-1]
+    freed = account(handle.plan).net_freed_bytes
+    assert freed > 64 << 20
+    assert abs((before - after) - freed) <= max(0.02 * freed, 20 << 20)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_peak_of_a_step_falls(mode):
+    device = torch.device("cuda")
+    model = models.llama(**SIZED, num_key_value_heads=8, intermediate_size=4096).to(device, torch.bfloat16)
+    inputs = batch(device, seq_length=1024, batch_size=4)
+
+    def peak():
+        for _ in range(3):
+            model.zero_grad()
+            torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
+            model(**inputs).loss.backward()
+        return torch.cuda.max_memory_allocated()
+
+    before = peak()
+    checkpointed(model, mode, inputs)
+    assert peak() < before
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_steady_state_takes_no_more_memory(mode):
+    device = torch.device("cuda")
+    model = models.qwen3_moe(attention_dropout=0.1).to(device)
+    inputs = batch(device)
+    handle = checkpointed(model, mode, inputs)
+    marks = []
+    for number in range(20):
+        step(model, inputs, number, contextlib.nullcontext)
+        torch.cuda.synchronize()
+        marks.append(torch.cuda.memory_allocated())
+    assert len(set(marks[3:])) == 1
+    assert handle.stats().replayed_calls == 20 * 3
