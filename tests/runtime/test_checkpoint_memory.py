@@ -7,6 +7,8 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests import zoo
 from tests.runtime.checkpoints import MODES, calls, checkpointed, collected, stacked
@@ -23,12 +25,14 @@ def mode(request):
 def no_collector():
     """Whatever dies must die by its count of references."""
     gc.collect()
+    gc.freeze()  # nor need it look at all that was imported
     gc.disable()
     yield
     gc.enable()
+    gc.unfreeze()
 
 
-class Bytes(torch.utils._python_dispatch.TorchDispatchMode):
+class Bytes(TorchDispatchMode):
     """Follow every storage that an operator makes, in forward, backward and replay."""
 
     def __init__(self):
@@ -38,9 +42,9 @@ class Bytes(torch.utils._python_dispatch.TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in torch.utils._pytree.tree_leaves(out):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
+        known = {storage._cdata for storage in _storages((args, kwargs))}
+        for storage in _storages(out):
+            if storage._cdata not in known:
                 self._live[storage._cdata] = storage._weak_ref(), storage.nbytes()
         self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return out
@@ -49,6 +53,10 @@ class Bytes(torch.utils._python_dispatch.TorchDispatchMode):
         """Return the bytes of the storages that were made in here and are there still."""
         self._live = {key: value for key, value in self._live.items() if not torch.UntypedStorage._expired(value[0])}
         return sum(size for _, size in self._live.values())
+
+
+def _storages(values):
+    return [t.untyped_storage() for t in tree_leaves(values) if isinstance(t, torch.Tensor)]
 
 
 class Mlp(nn.Module):

@@ -68,6 +68,10 @@ def joined(x):
     return x.reshape(ROWS, WIDTH)
 
 
+def interpolated(x, w):
+    return F.interpolate(x[None, None, ::2], size=(ROWS, WIDTH), mode="bilinear")[0, 0]
+
+
 def grouped(x, w):
     ends = torch.arange(1, 3, dtype=torch.int32) * (ROWS // 2)
     return F.grouped_mm(x, w.expand(2, -1, -1), offs=ends)
@@ -75,11 +79,11 @@ def grouped(x, w):
 
 OPS = {
     # of all these together every other is kept
-    "linear": (True, "linear", lambda x, w: F.linear(x, w)),
+    "linear": (True, "linear", F.linear),
     "linear of 3 dimensions": (True, "linear", lambda x, w: joined(F.linear(batches(x), w))),
-    "mm": (True, "mm", lambda x, w: torch.mm(x, w)),
+    "mm": (True, "mm", torch.mm),
     "Tensor.mm": (True, "mm", lambda x, w: x.mm(w)),
-    "matmul": (True, "matmul", lambda x, w: torch.matmul(x, w)),
+    "matmul": (True, "matmul", torch.matmul),
     "Tensor.matmul": (True, "matmul", lambda x, w: joined(batches(x).matmul(w))),
     "@": (True, "matmul", lambda x, w: x @ w),
     "grouped_mm": (True, "_grouped_mm", grouped),
@@ -91,7 +95,7 @@ OPS = {
     "baddbmm": (None, "baddbmm", lambda x, w: joined(torch.baddbmm(w[:1], batches(x), w.expand(2, -1, -1)))),
     "einsum": (None, "einsum", lambda x, w: torch.einsum("ij,jk->ik", x, w)),
     "conv1d": (None, "conv1d", lambda x, w: F.conv1d(x.t()[None], w[:, None, :3], padding=1, groups=WIDTH)[0].t()),
-    "interpolate": (None, "interpolate", lambda x, w: F.interpolate(x[None, None, ::2], size=(ROWS, WIDTH), mode="bilinear")[0, 0]),
+    "interpolate": (None, "interpolate", interpolated),
     "attention": (None, "scaled_dot_product_attention", attended),
     # never
     "topk": (False, "topk", lambda x, w: torch.topk(x, WIDTH)[0]),
