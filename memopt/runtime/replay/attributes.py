@@ -84,10 +84,9 @@ class Attributes:
         for parameter, version in zip(self._snapshot.parameters, self._parameter_versions, strict=True):
             if (now := version_of(parameter)) != version:
                 raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, now, what="a parameter of")
-        for owner, key, buffer in self._changed_buffers():
-            if (owner.name, key) not in self._clones:
-                now = version_of(buffer)
-                raise SavedTensorModifiedError(fqn, tuple(buffer.shape), now - 1, now, what="a buffer of")
+        for (owner, key, buffer), version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
+            if (now := version_of(buffer)) != version and (owner.name, key) not in self._clones:
+                raise SavedTensorModifiedError(fqn, tuple(buffer.shape), version, now, what="a buffer of")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
