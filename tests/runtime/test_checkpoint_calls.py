@@ -115,6 +115,7 @@ def _note(seen, name, kind):
     return hook
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe"])
 def test_hooks_fire_as_often_and_in_the_same_order(name, mode):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name, use_cache=False)

@@ -70,10 +70,12 @@ class _Call:
         self._fqn = region.fqn
         self._counters = counters
         self._known = known
-        if known.snapshot is None or not known.snapshot.holds():
-            known.snapshot = Snapshot(module)
+        snapshot = known.snapshot
+        if snapshot is None or not snapshot.holds():
+            snapshot = Snapshot(module)
+            known.snapshot = snapshot if snapshot.is_lasting else None
         self._arguments = arguments
-        self._attributes = Attributes(known.snapshot)
+        self._attributes = Attributes(snapshot)
         self._surroundings = Surroundings({device, *(leaf.tensor.device for leaf in arguments.leaves)})
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
