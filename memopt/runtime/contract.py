@@ -77,3 +77,9 @@ def _names(model: nn.Module) -> dict[str, dict[str, int]]:
         "parameters": {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)},
         "buffers": {name: id(b) for name, b in model.named_buffers(remove_duplicate=False)},
     }
+
+
+@torch.compiler.assume_constant_result
+def refuse_compile(fqn: str) -> None:
+    """Raise where a graph compiler sees it: a plain raise would be swallowed by a graph break."""
+    raise GraphCompileError(fqn)

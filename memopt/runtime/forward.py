@@ -13,6 +13,7 @@ from torch.autograd import forward_ad
 from memopt.errors import GraphCompileError
 from memopt.ir import Action
 from memopt.runtime.choice import Choice
+from memopt.runtime.contract import refuse_compile
 from memopt.runtime.engine import engine_of
 from memopt.runtime.group import Group
 from memopt.runtime.handles import unpack
@@ -155,9 +156,3 @@ def _device(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     first: torch.Tensor | None = next(module.parameters(), None)
     first = next(tensors, None) if first is None else first
     return None if first is None or first.device.type == "meta" else first.device
-
-
-@torch.compiler.assume_constant_result
-def refuse_compile(fqn: str) -> None:
-    """Raise where a graph compiler sees it: a plain raise would be swallowed by a graph break."""
-    raise GraphCompileError(fqn)

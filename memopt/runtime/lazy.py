@@ -9,8 +9,8 @@ from torch import nn
 
 from memopt.ir import Plan
 from memopt.runtime.apply import Rewriting, undo
+from memopt.runtime.contract import refuse_compile
 from memopt.runtime.counters import Stats, summed
-from memopt.runtime.forward import refuse_compile
 
 Rewrite = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Rewriting]
 

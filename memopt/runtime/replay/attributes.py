@@ -34,6 +34,8 @@ class Snapshot:
         )
 
         self.generators = tuple(v for owner in self.owners for v in owner.attributes.values() if is_generator(v))
+        self.is_lasting = all(p.is_leaf for p in self.parameters)
+        """Whether it may be kept beyond a call: with it a graph would be kept that made the parameters."""
         self._carried = self._flat()
         self._with_contents = tuple(owner for owner in self.owners if owner.contents)
 
@@ -89,10 +91,9 @@ class Attributes:
 
     def check_buffers(self, fqn: str) -> None:
         """Raise SavedTensorModifiedError if a buffer is not what the forward used, and no copy of it is there."""
-        for owner, key, buffer in self._changed_buffers():
-            if (owner.name, key) not in self._clones:
-                now = version_of(buffer)
-                raise SavedTensorModifiedError(fqn, tuple(buffer.shape), now - 1, now, what="a buffer of")
+        for (owner, key, buffer), version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
+            if (now := version_of(buffer)) != version and (owner.name, key) not in self._clones:
+                raise SavedTensorModifiedError(fqn, tuple(buffer.shape), version, now, what="a buffer of")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -108,8 +109,9 @@ class Attributes:
                 owner.module._buffers[key] = self._clones[owner.name, key].clone()
             yield
         finally:
-            for owner in now:
-                owner.put()
+            if now is not then or not self._snapshot.holds():
+                for owner, other in zip(now, then, strict=True):
+                    owner.put(after=other)
 
     def _drop_clones(self) -> None:
         """Let go of the copies of buffers that hold the same values still."""
@@ -175,8 +177,8 @@ class _Owner:
         }
         return made
 
-    def put(self) -> None:
-        """Make the module carry the very same objects again."""
+    def put(self, after: "_Owner | None" = None) -> None:
+        """Make the module carry the very same objects again; also where those of `after` were put in their place."""
         module = self.module
         if self.is_same():
             return
@@ -184,8 +186,8 @@ class _Owner:
         _put(module._modules, self.children)
         _put(module._buffers, self.buffers)
         for key, parameter in self.parameters.items():
-            # FSDP puts sharded and unsharded parameters in each other's place, and knows when.
-            if type(parameter) is type(module._parameters.get(key)) is nn.Parameter:
+            present = module._parameters.get(key)
+            if (after and present is after.parameters.get(key)) or _may_replace(parameter, present):
                 module._parameters[key] = parameter
 
     def put_contents(self) -> None:
@@ -193,6 +195,17 @@ class _Owner:
         for key, content in self.contents.items():
             if not _holds_same(self.attributes[key], content):
                 self.module.__dict__[key] = copy.copy(content)
+
+
+def _may_replace(wanted: torch.Tensor | None, present: torch.Tensor | None) -> bool:
+    """Tell whether one parameter may stand where another does.
+
+    FSDP puts sharded and unsharded ones in each other's place (DTensors, or views whose storage it frees), and knows
+    when. The tensors of `torch.func.functional_call` are no parameters, and the module's own are back in backward.
+    """
+    if type(present) is not nn.Parameter:
+        return False
+    return type(wanted) is nn.Parameter or (type(wanted) is torch.Tensor and wanted.untyped_storage().nbytes() > 0)
 
 
 def _held_by(module: nn.Module) -> tuple[dict[str, Any], ...]:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 import torch
+from torch._dynamo.eval_frame import skip_code
 
 from memopt.errors import ReplayError
 
@@ -228,3 +229,7 @@ def _end(ref: "weakref.ref[Frame]") -> None:
 def unpack(handle: Handle) -> torch.Tensor:
     """Return what a handle stands for: the hook that autograd calls in backward."""
     return handle.frame.value_of(handle.position)
+
+
+for _hook in (Frame.pack, Frame.pack_and_learn, Filling.pack, unpack):
+    skip_code(_hook.__code__)  # a module that is compiled inside a region calls them: they are nothing to compile

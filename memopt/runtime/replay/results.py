@@ -77,7 +77,7 @@ class Results:
         self._by_storage: dict[int, Result] = {}
         self._tail: list[int] = []
         self._tail_budget_bytes = 0
-        self._fqn = frame.fqn
+        self.fqn = frame.fqn
         self._num_alternating = 0
 
     def wants(self, family: Family) -> bool:
@@ -143,7 +143,7 @@ class Results:
     def result_of(self, number: int, func: Function) -> Result | None:
         """Return what the call of a replay may stand for; raises ReplayError where another function was called."""
         if number >= len(self.calls) or self.calls[number][0] is not func:
-            raise ReplayError(self._fqn, f"called {getattr(func, '__name__', func)!r} where the forward did not")
+            raise ReplayError(self.fqn, f"called {getattr(func, '__name__', func)!r} where the forward did not")
         return self.calls[number][1]
 
     def _drop_tail(self, frame: Frame) -> None:

@@ -71,12 +71,14 @@ class _Call:
         self._fqn = region.fqn
         self._counters = counters
         self._known = known
-        if known.snapshot is None or not known.snapshot.holds():
-            known.snapshot = Snapshot(module)
+        snapshot = known.snapshot
+        if snapshot is None or not snapshot.holds():
+            snapshot = Snapshot(module)
+            known.snapshot = snapshot if snapshot.is_lasting else None
         self._arguments = arguments
-        self._attributes = Attributes(known.snapshot)
+        self._attributes = Attributes(snapshot)
         devices = {device, *(leaf.tensor.device for leaf in arguments.leaves)}
-        self._surroundings = Surroundings(devices, (*known.snapshot.generators, *arguments.generators))
+        self._surroundings = Surroundings(devices, (*snapshot.generators, *arguments.generators))
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
         self._results: Results | None = None

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt.operands import Source, operands_of
 from memopt.operations import FINDERS, cheap, draws, family_of
+from memopt.runtime.contract import refuse_compile
 from memopt.runtime.replay.frame import Filling, Frame, Handle
 from memopt.runtime.replay.results import Function, Result, Results, result_of_call
 
@@ -40,6 +41,8 @@ class Keeping(TorchFunctionMode):
         """Call a function; keep what the policy names."""
         if FINDERS.get(func) is cheap:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():  # a function inside the region: dynamo would take this mode into its graph
+            refuse_compile(self._results.fqn)
         kwargs = kwargs or {}
         family = family_of(func, args, kwargs)
         if family is None or family not in self._results.policy:
@@ -78,6 +81,8 @@ class Standing(TorchFunctionMode):
         """Return a kept result, or call the function."""
         if FINDERS.get(func) is cheap:
             return func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():  # a function inside the region: dynamo would take this mode into its graph
+            refuse_compile(self._results.fqn)
         kwargs = kwargs or {}
         family = family_of(func, args, kwargs)
         if family is None or family not in self._results.policy:

@@ -1,0 +1,65 @@
+"""Checkpointed models, made through the public API, and what their training must not differ in."""
+
+import copy
+
+import torch
+from torch import nn
+
+import memopt
+from memopt.passes import ActivationCheckpoint
+
+MODES = ("full", "selective")
+"""Those that a configuration can name."""
+
+
+class Stack(nn.Module):
+    """Layers in a row, where a plan looks for them; returns what the last one does."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x, *more):
+        for layer in self.layers:
+            x = layer(x, *more)
+        return x
+
+
+def plan_of(graph, mode):
+    if mode in MODES:
+        return memopt.plan(graph, activation_checkpoint=mode)
+    return memopt.plan(graph, passes=[ActivationCheckpoint(mode=mode)])
+
+
+def checkpointed(plain, mode, *args, **kwargs):
+    """Return a checkpointed copy of a model, planned for these inputs, and the handle of its rewriting."""
+    model = copy.deepcopy(plain)
+    return model, memopt.apply(model, plan_of(memopt.analyze(plain, kwargs or args), mode))
+
+
+def stacked(mode, x, *layers):
+    """Return a stack of layers, a checkpointed copy of it, and the handle."""
+    plain = Stack(*layers)
+    return plain, *checkpointed(plain, mode, x)
+
+
+def gradients(model, *args, seed=0, loss_of=lambda out: out.square().sum()):
+    """Return the loss of one step and all gradients, of the first argument too, and the buffers; one seed for all."""
+    model.zero_grad()
+    torch.manual_seed(seed)
+    x = args[0].detach().clone().requires_grad_(args[0].is_floating_point())
+    loss = loss_of(model(x, *args[1:]))
+    loss.backward()
+    return collected(model) | {"loss": loss.detach(), "input": x.grad}
+
+
+def collected(model):
+    """Return copies of the gradients and buffers of a model."""
+    grads = {name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()}
+    return grads | {name: b.clone() for name, b in model.named_buffers()}
+
+
+def calls(handle):
+    """Return how many calls of regions dropped what they save, and how many were replayed."""
+    stats = handle.stats()
+    return stats.checkpointed_calls, stats.replayed_calls
