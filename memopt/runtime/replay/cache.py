@@ -3,10 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
 
-def holds_keys(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a cache among the arguments has something in it, on which the forward then depends."""
-    return any(_is_cache(value) and _length(value) > 0 for value in (*args, *kwargs.values()))
+
+def holds_keys(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a cache among the arguments holds something of this layer, on which its forward then depends.
+
+    The layers before it, where they are not checkpointed, may have filled their parts of an empty cache meanwhile.
+    """
+    caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+    return bool(caches) and any(_length(cache, _layer_index(module)) > 0 for cache in caches)
 
 
 def without_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -23,5 +29,10 @@ def _is_cache(value: Any) -> bool:
     return hasattr(value, "get_seq_length") and hasattr(value, "update")  # transformers' protocol
 
 
-def _length(cache: Any) -> int:
-    return int(cache.get_seq_length())
+def _layer_index(module: nn.Module) -> int | None:
+    indices = (child.__dict__.get("layer_idx") for child in module.modules())
+    return next((index for index in indices if isinstance(index, int)), None)
+
+
+def _length(cache: Any, layer: int | None) -> int:
+    return int(cache.get_seq_length() if layer is None else cache.get_seq_length(layer))

@@ -27,6 +27,7 @@ class Again(Protocol):
         """Run the forward again, its saves going to a filling."""
 
 
+_NO_BACKWARD = -1
 _LAST = 16
 """Of this many last saves without a gradient it is looked whether their operation fills them after it saves them."""
 
@@ -64,7 +65,8 @@ class Frame:
         """Of the values that were kept, and not computed again."""
         self._released: set[int] = set()
         self._again: Again | None = None
-        self._has_begun = False
+        self._backward = _NO_BACKWARD
+        """Which backward is in the region; one that failed leaves its number here, and no other has that."""
         self._computed: set[int] = set()
         self._last_needed: int | None = None
         self._lock = threading.RLock()
@@ -127,8 +129,9 @@ class Frame:
         """Return a saved tensor, computed again with all that is missing around it."""
         with self._lock:
             self._make_room()
-            if not self._has_begun:
-                self._begin()
+            task = torch._C._current_graph_task_id()
+            if task == _NO_BACKWARD or task != self._backward:
+                self._begin(task)
             if (guard := self._guards.get(position)) is not None and not guard.is_valid():
                 self.drop(position)
             if self._values[position] is None:
@@ -149,13 +152,14 @@ class Frame:
     def _make_room(self) -> None:
         self._values += [None] * (len(self._looks) - len(self._values))
 
-    def _begin(self) -> None:
+    def _begin(self, backward: int) -> None:
         """Look at the parameters when backward comes to the region: an optimizer may step in backward, one by one."""
         if self._again is None:
             raise ReplayError(self.fqn, "cannot begin, for the forward has not ended: backward runs inside of it")
         self._again.check()
-        if torch._C._current_graph_task_id() != -1:
-            self._has_begun = True
+        self.end()
+        if backward != _NO_BACKWARD:
+            self._backward = backward
             ref = weakref.ref(self)  # what the region was called with shall go with its last handle
             torch.autograd.Variable._execution_engine.queue_callback(lambda: _end(ref))  # type: ignore[attr-defined]
 
@@ -167,7 +171,7 @@ class Frame:
 
     def end(self) -> None:
         """Drop what this backward has computed and, with retain_graph, may not be the last to read."""
-        self._has_begun = False
+        self._backward = _NO_BACKWARD
         for position in self._computed:
             self._values[position] = None
         self._computed.clear()

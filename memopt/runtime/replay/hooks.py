@@ -162,4 +162,5 @@ def _state(args: tuple[Any, ...]) -> list[Any]:
     parameters = [
         (id(p), p.data_ptr() if p.layout is torch.strided else 0) for p in module._parameters.values() if p is not None
     ]
-    return [versions, attributes, parameters]
+    own = (*module._buffers.values(), *module._parameters.values())
+    return [versions, attributes, parameters, [version_of(t) for t in own if t is not None]]

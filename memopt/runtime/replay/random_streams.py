@@ -21,10 +21,6 @@ class RandomStream:
         self._set = set_
         self._state = get()
 
-    def has_moved(self) -> bool:
-        """Tell whether anybody drew from it since."""
-        return not _same(self._state, self._get())
-
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Draw the same again for a while, and go on as before."""
@@ -72,14 +68,3 @@ def _of_device(device: torch.device) -> Access:
         module.set_rng_state(state, device)
 
     return functools.partial(module.get_rng_state, device), set_state
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Tell whether two states are equal; numpy's and Python's hold few items, one of them long."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, dict):
-        return all(_same(value, other[key]) for key, value in one.items())
-    if isinstance(one, tuple):
-        return all((a == b).all() if hasattr(a, "shape") else a == b for a, b in zip(one, other, strict=True))
-    return bool((one == other).all()) if hasattr(one, "shape") else bool(one == other)

@@ -34,6 +34,12 @@ class Known:
     """Whether the next call finds that out."""
     snapshot: Snapshot | None = None
 
+    def forget(self) -> None:
+        """Learn in the next call."""
+        self.arguments = self.buffers = None
+        self.stops_early.clear()
+        self.learns = True
+
 
 def run_checkpointed(
     module: nn.Module,
@@ -75,8 +81,9 @@ class _Call:
         if snapshot is None or not snapshot.holds():
             snapshot = Snapshot(module)
             known.snapshot = snapshot if snapshot.is_lasting else None
+            known.forget()  # another mode, other children: the region may do something else now
         self._arguments = arguments
-        self._attributes = Attributes(snapshot)
+        self._attributes = Attributes(snapshot, arguments.parameters)
         devices = {device, *(leaf.tensor.device for leaf in arguments.leaves)}
         self._surroundings = Surroundings(devices, (*snapshot.generators, *arguments.generators))
         self._hooks = HookRecord(module)
@@ -105,7 +112,6 @@ class _Call:
 
     def _close(self, frame: Frame) -> None:
         known = self._known
-        self._surroundings.close()
         written = self._arguments.close(learns=known.arguments is None)
         known.arguments = written | (known.arguments or frozenset())
         changed = self._attributes.close(learns=known.buffers is None)

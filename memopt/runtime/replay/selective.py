@@ -48,12 +48,14 @@ class Keeping(TorchFunctionMode):
         if family is None or family not in self._results.policy:
             return func(*args, **kwargs)
         result = None
-        if self._results.wants(family) and not draws(func, args, kwargs):
-            output, result = self._call(func, args, kwargs)
-        else:
-            output = func(*args, **kwargs)
-        self._results.add(self._frame, func, result)
-        return output
+        try:
+            if self._results.wants(family) and not draws(func, args, kwargs):
+                output, result = self._call(func, args, kwargs)
+            else:
+                output = func(*args, **kwargs)
+            return output
+        finally:  # a call that fails and is caught counts as well: the replay makes it too
+            self._results.add(self._frame, func, result)
 
     def _call(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Result | None]:
         operands = operands_of(args, kwargs)

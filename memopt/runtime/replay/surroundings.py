@@ -10,8 +10,6 @@ from torch.utils._device import DeviceContext
 
 from memopt.runtime.replay.random_streams import random_streams
 
-_Autocast = tuple[str, bool, torch.dtype, bool]
-
 
 class Surroundings:
     """The state around a region when it was entered, so that a replay finds the same."""
@@ -27,13 +25,13 @@ class Surroundings:
         self._default_dtype = torch.get_default_dtype()
         self._default_device = _default_device()
 
-    def close(self) -> None:
-        """Let go of the random streams that the region did not draw from."""
-        self._streams = [stream for stream in self._streams if stream.has_moved()]
-
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put everything as it was for a while, and back."""
+        """Put everything as it was for a while, and back.
+
+        The random streams too that the forward left where it found them: it may have drawn from them and put them back,
+        and a replay that ends early does not come to that.
+        """
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(stream.rewound())
@@ -42,9 +40,8 @@ class Surroundings:
                     stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
             if _cur_sdpa_kernel_backends() != self._backends:
                 stack.enter_context(sdpa_kernel(self._backends))
-            if torch.get_default_dtype() is not self._default_dtype:
-                stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-                torch.set_default_dtype(self._default_dtype)
+            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(self._default_dtype)
             if self._default_device is not None and _default_device() != self._default_device:
                 stack.enter_context(self._default_device)
             yield

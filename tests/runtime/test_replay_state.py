@@ -1,0 +1,207 @@
+"""What a region finds changed, or changes, between its forward and its replay: programs that went wrong once."""
+
+import random
+from collections import Counter, deque
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from memopt.errors import ReplayError, SavedTensorModifiedError
+from tests.cases.rewriting import assert_trains_alike, recomputed
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.set_up()
+
+    def set_up(self):
+        pass
+
+    def forward(self, x):
+        return self.b(torch.tanh(self.a(x)) * self.factor(x))
+
+    def factor(self, x):
+        return 1
+
+
+class WritesToAttribute(Two):
+    def set_up(self):
+        self.t = torch.ones(8)
+
+    def factor(self, x):
+        self.t.add_(1)
+        return self.t.clone()
+
+
+class WritesToSharedBuffer(Two):
+    def set_up(self):
+        shared = torch.ones(8)
+        self.a.register_buffer("q", shared)
+        self.b.register_buffer("q", shared)
+
+    def factor(self, x):
+        self.a.q.add_(1)
+        return self.b.q.clone()
+
+
+class Counts(Two):
+    def set_up(self):
+        self.counter, self.queue = Counter(), deque([1.0, 2.0])
+
+    def factor(self, x):
+        self.counter["calls"] += 1
+        self.queue.rotate()
+        return self.queue[0] + self.counter["calls"]
+
+
+class ForksTheStream(Two):
+    def factor(self, x):
+        with torch.random.fork_rng(devices=[]):
+            return torch.randn(x.shape)
+
+
+class PutsTheStreamBack(Two):
+    def factor(self, x):
+        state = random.getstate()
+        value = random.random()
+        random.setstate(state)
+        return value
+
+
+class SeedsAndPutsBack(Two):
+    def factor(self, x):
+        state = torch.get_rng_state()
+        torch.manual_seed(3)
+        noise = torch.randn(x.shape)
+        torch.set_rng_state(state)
+        return noise
+
+
+class TrainsStatisticsLater(Two):
+    def set_up(self):
+        self.calls = 0
+        self.register_buffer("mean", torch.zeros(8))
+        self.register_buffer("var", torch.ones(8))
+
+    def factor(self, x):
+        self.calls += 1
+        return functional.batch_norm(x, self.mean, self.var, training=self.calls > 1)
+
+
+class TriesTwice(Two):
+    def factor(self, x):
+        try:
+            return functional.linear(x, torch.eye(3))
+        except RuntimeError:
+            return functional.linear(x, torch.eye(8))
+
+
+def _pair(block, policy):
+    torch.manual_seed(0)
+    random.seed(0)
+    plain = nn.Sequential(block(), block())
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block())
+    for one in model:
+        recomputed(one, policy)
+    return plain, model
+
+
+def _loss(x):
+    return lambda model: model(x).square().sum()
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize(
+    "block",
+    [
+        WritesToAttribute, WritesToSharedBuffer, Counts, ForksTheStream, PutsTheStreamBack, SeedsAndPutsBack,
+        TrainsStatisticsLater, TriesTwice,
+    ],
+)  # fmt: skip
+def test_a_replay_finds_what_the_forward_found(block, policy):
+    plain, model = _pair(block, policy)
+    assert_trains_alike(plain, model, _loss(torch.randn(3, 8)), steps=4)
+    for want, got in zip(plain.buffers(), model.buffers(), strict=True):
+        assert torch.equal(want, got)
+
+
+class WritesThroughView(Two):
+    def set_up(self):
+        self.register_buffer("whole", torch.ones(8))
+        self.register_buffer("part", self.whole[:4])
+
+    def factor(self, x):
+        self.part.add_(1)
+        return self.whole.clone()
+
+
+def test_a_buffer_that_is_written_through_another_is_an_error():
+    _, model = _pair(WritesThroughView, "full")
+    loss = _loss(torch.randn(3, 8))(model)
+    with pytest.raises(ReplayError, match="view"):
+        loss.backward()
+
+
+class TakesWeight(nn.Module):
+    def forward(self, x, weight):
+        return torch.tanh(functional.linear(x, weight)).square()
+
+
+def test_a_weight_that_was_passed_and_written_to_is_an_error():
+    weight, layer = nn.Parameter(torch.eye(8)), TakesWeight()
+    recomputed(layer, "full")
+    loss = layer(torch.randn(3, 8), weight).sum()
+    with torch.no_grad():
+        weight.mul_(2)
+    with pytest.raises(SavedTensorModifiedError):
+        loss.backward()
+
+
+class FailsInBackward(torch.autograd.Function):
+    fails = True
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if FailsInBackward.fails:
+            raise ValueError("no")
+        return grad
+
+
+def test_a_weight_that_was_written_to_after_a_failed_backward_is_an_error():
+    _, model = _pair(Two, "full")
+    x = torch.randn(3, 8, requires_grad=True)
+    loss = model(FailsInBackward.apply(x)).square().sum()
+    FailsInBackward.fails = True
+    with pytest.raises(ValueError, match="no"):
+        loss.backward(retain_graph=True)
+    with torch.no_grad():
+        model[0].a.weight.mul_(2)
+    with pytest.raises(SavedTensorModifiedError):
+        loss.backward()
+
+
+def test_hooks_that_write_to_a_buffer_are_called_in_the_replay():
+    class Hooked(Two):
+        def set_up(self):
+            self.a.register_buffer("s", torch.ones(8))
+            self.a.register_forward_pre_hook(_write)
+
+        def factor(self, x):
+            return self.a.s.clone()
+
+    plain, model = _pair(Hooked, "full")
+    assert_trains_alike(plain, model, _loss(torch.randn(3, 8)))
+    assert torch.equal(plain[0].a.s, model[0].a.s)
+
+
+def _write(module, args):
+    module.s.add_(1)
