@@ -7,9 +7,8 @@ looks at every one, so that they are as bare as can be: what there is to know li
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from torch._dynamo.eval_frame import skip_code
@@ -207,14 +206,18 @@ class Filling:
         if not self._missing:
             raise _Filled(self)
 
-    @contextmanager
-    def stopping(self) -> Iterator[None]:
-        """End the body as soon as nothing is missing any more."""
+    def run(self, forward: Callable[[], Any]) -> None:
+        """Call a forward and end it as soon as nothing is missing any more.
+
+        The exception must go no further than this, and lose its traceback here: what passes it on (an ExitStack) keeps
+        it in a cycle with the frames, the saved tensors in them, until Python's collector comes.
+        """
         try:
-            yield
+            forward()
         except _Filled as stop:
             if stop.filling is not self:
                 raise
+            stop.__traceback__ = None
 
 
 class _Filled(BaseException):

@@ -1,5 +1,6 @@
 """The forward of a checkpointed region: drop what is saved, remember how to compute it again."""
 
+import functools
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -136,7 +137,6 @@ class _Call:
         self._counters.replayed_calls += 1
         self._attributes.check_buffers(self._fqn)
         with ExitStack() as stack:
-            stack.enter_context(filling.stopping())
             stack.enter_context(self._surroundings.restored())
             stack.enter_context(self._attributes.restored())
             stack.enter_context(self._hooks.replaying())
@@ -145,7 +145,7 @@ class _Call:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _as_it_is))
             if self._results:
                 stack.enter_context(Standing(self._results, filling))
-            self._forward(*args, **kwargs)
+            filling.run(functools.partial(self._forward, *args, **kwargs))
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
