@@ -35,4 +35,8 @@ def _layer_index(module: nn.Module) -> int | None:
 
 
 def _length(cache: Any, layer: int | None) -> int:
-    return int(cache.get_seq_length() if layer is None else cache.get_seq_length(layer))
+    """Return how much a cache holds of a layer; of linear attention, which counts nothing, whether it holds a state."""
+    try:
+        return int(cache.get_seq_length() if layer is None else cache.get_seq_length(layer))
+    except ValueError:  # transformers refuses to count what a layer of linear attention has seen
+        return int(cache.has_previous_state(layer))
