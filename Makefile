@@ -24,7 +24,7 @@ demo: venv  ## Plan Qwen3-30B-A3B, then train a tiny Qwen3-MoE with attention sw
 	$(BIN)/memopt-apply tiny-qwen3-moe --swap attention
 
 test: venv  ## Run all tests, lint, types and import contracts
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto
 	$(MAKE) lint VENV=$(VENV)
 
 lint: venv  ## Check style, format, types and import contracts

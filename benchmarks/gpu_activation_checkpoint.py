@@ -43,6 +43,9 @@ def planned(graph, mode):
     return memopt.plan(graph, passes=[ActivationCheckpoint(mode=mode)])
 
 
+WARM_UP = 3
+"""From the third step on a selective region watches no functions."""
+
 OURS = ("full", "selective", "attention-only")
 MODES = {"off": nothing, "transformers": transformers_checkpoint} | {
     mode: functools.partial(checkpoint, mode=mode) for mode in OURS
@@ -52,8 +55,8 @@ MODES = {"off": nothing, "transformers": transformers_checkpoint} | {
 def measure(mode, model, graph, batch, device, steps):
     """Warm up, then return the times and peaks of some steps."""
     with MODES[mode](model, graph):
-        timed(model, batch, device)
-        timed(model, batch, device)
+        for _ in range(WARM_UP):
+            timed(model, batch, device)
         rows = [timed(model, batch, device) for _ in range(steps)]
     gc.collect()
     return rows
@@ -65,7 +68,8 @@ def compare_gradients(stepper, model, graph, batch):
     found = {}
     for mode in ("off", *(name for name in MODES if name != "off")):
         with MODES[mode](model, graph):
-            train_step(model, batch)
+            for _ in range(WARM_UP):
+                train_step(model, batch)
             sums, other_loss = stepper.checksums(model, batch)
         different = sum(sums[name][0] != reference[name][0] for name in reference)
         found[mode] = {"different": different, "of": len(reference), "loss_equal": loss == other_loss}
@@ -75,7 +79,8 @@ def compare_gradients(stepper, model, graph, batch):
 def kernels(mode, model, graph, batch):
     """Return how long the GPU and the host are busy in one step, and the kernels that take longest, in milliseconds."""
     with MODES[mode](model, graph):
-        train_step(model, batch)
+        for _ in range(WARM_UP):
+            train_step(model, batch)
         with profile(activities=[ProfilerActivity.CUDA]) as seen:
             train_step(model, batch)
             torch.cuda.synchronize()

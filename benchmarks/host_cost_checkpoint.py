@@ -8,7 +8,7 @@ import statistics
 import time
 
 import torch
-from gpu_activation_checkpoint import MODES
+from gpu_activation_checkpoint import MODES, WARM_UP
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig
 
 import memopt
@@ -48,8 +48,8 @@ def main():
     for _ in range(args.rounds):
         for mode in MODES:
             with MODES[mode](model, graph):
-                step(model, batch)
-                step(model, batch)
+                for _ in range(WARM_UP):
+                    step(model, batch)
                 seconds[mode].append(step(model, batch))
     for mode, rows in seconds.items():
         forward, backward = (1e6 * statistics.median(column) / args.num_layers for column in zip(*rows, strict=True))

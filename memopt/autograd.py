@@ -1,5 +1,6 @@
 """Read the autograd graph: which node holds which saved tensor. Nothing is unpacked by looking."""
 
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,22 +17,32 @@ def packed_saves(output: Any, *, since: int = 0) -> Iterator[tuple[str, str, Any
     Nearest nodes first. `since` leaves out the nodes made before that sequence number, and what lies behind them.
     A field that holds several tensors is numbered: ``saved_tensors[0]``.
     """
-    fields: dict[type, tuple[str, ...]] = {}
     for node in _nodes(output, since):
-        kind = type(node)
-        if kind not in fields:
-            fields[kind] = tuple(name for name in dir(node) if name.startswith(_RAW))
-        for name in fields[kind]:
-            field = "saved_tensors" if name == "_raw_saved_tensors" else name.removeprefix(_RAW)
-            try:
-                raw = getattr(node, name)
-            except RuntimeError:  # backward went through this node already, and freed it
-                continue
-            if not isinstance(raw, (tuple, list)):
-                yield node.name(), field, getattr(raw, "data", None)
-                continue
-            for position, one in enumerate(raw):
-                yield node.name(), f"{field}[{position}]", getattr(one, "data", None)
+        yield from ((node.name(), field, packed) for field, packed in saves_of(node))
+
+
+def saves_of(node: Any) -> Iterator[tuple[str, Any]]:
+    """Yield (field, what the pack hook returned) of every save of one node."""
+    for name in _fields(type(node)):
+        field = "saved_tensors" if name == "_raw_saved_tensors" else name.removeprefix(_RAW)
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # backward went through this node already, and freed it
+            continue
+        if not isinstance(raw, (tuple, list)):
+            yield field, getattr(raw, "data", None)
+            continue
+        for position, one in enumerate(raw):
+            yield f"{field}[{position}]", getattr(one, "data", None)
+
+
+_fields_of: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()
+
+
+def _fields(kind: type) -> tuple[str, ...]:
+    if (names := _fields_of.get(kind)) is None:
+        names = _fields_of[kind] = tuple(name for name in dir(kind) if name.startswith(_RAW))
+    return names
 
 
 def sequence_number() -> int:

@@ -10,6 +10,7 @@ from memopt.tensors import MAX_CAST_CHAIN, VIEWS, storage_key
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 """The classes of tensors whose storage is all there is to them."""
+_PLAIN_VALUES = (bool, int, float, str, torch.dtype, torch.device)
 
 
 class Source(NamedTuple):
@@ -51,6 +52,19 @@ def source_of(saved: torch.Tensor, operands: list[torch.Tensor]) -> Source | Non
             offset = int(saved.storage_offset()) - int(operand.storage_offset() if shares else 0)
             return Source(position, _looks_of(operand), saved.dtype, saved.shape, saved.stride(), offset)
     return None
+
+
+def looks_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what the arguments of a call look like. Equal looks: the function did the same, to other values."""
+    return _look(args), tuple(kwargs), _look(tuple(kwargs.values()))
+
+
+def _look(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return (*_looks_of(value), value.device, value.requires_grad)
+    if isinstance(value, (tuple, list)):
+        return tuple(map(_look, value))
+    return value if value is None or type(value) in _PLAIN_VALUES else object()  # equal to nothing
 
 
 def _looks_of(operand: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:

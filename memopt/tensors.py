@@ -13,8 +13,9 @@ MAX_CAST_CHAIN = 4
 VIEWS = frozenset(
     {
         "AliasBackward0", "AsStridedBackward0", "DetachBackward0", "ExpandBackward0", "PermuteBackward0",
-        "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SqueezeBackward0", "SqueezeBackward1", "TBackward0",
-        "TransposeBackward0", "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
+        "ReshapeAliasBackward0", "SelectBackward0", "SliceBackward0", "SplitBackward0", "SplitWithSizesBackward0",
+        "SqueezeBackward0", "SqueezeBackward1", "TBackward0", "TransposeBackward0", "UnbindBackward0",
+        "UnsafeViewBackward0", "UnsqueezeBackward0", "ViewBackward0",
     }
 )  # fmt: skip
 """The autograd nodes of views."""

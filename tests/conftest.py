@@ -1,4 +1,6 @@
-"""Golden files: one readable file a test and format, in ``__snapshots__`` beside the test."""
+"""Golden files: one readable file a test and format, in ``__snapshots__`` beside the test. What all tests run on."""
+
+import gc
 
 import pytest
 import torch
@@ -33,10 +35,13 @@ def golden_svg(snapshot):
     return snapshot.use_extension(SvgFile)
 
 
-@pytest.fixture
-def one_thread():
-    """What tiny models take a step with soonest."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
+torch.set_num_threads(1)  # what tiny models take a step with soonest
+
+
+@pytest.fixture(autouse=True, scope="module")
+def collector_without_imports():
+    """Spare the collector, which many tests call, all that was imported: it takes most of the time else."""
+    gc.collect()
+    gc.freeze()
     yield
-    torch.set_num_threads(num_threads)
+    gc.unfreeze()

@@ -7,8 +7,6 @@ import torch
 
 from tests import zoo
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 UNTRAINED = {
     "big_bird": r"bert\.pooler\..*",
     "wav2vec2_conformer": r"wav2vec2_conformer\.encoder\.pos_conv_embed\..*",  # built, and never called

@@ -16,6 +16,7 @@ from memopt.runtime.contract import check_target
 from memopt.runtime.forward import run_region
 from memopt.runtime.module_state import forget_state
 from memopt.runtime.region import HABITS, PREVIOUS, REGION, Habits, Region, region_of
+from memopt.runtime.replay.captures import stop_watching
 
 _BASE = "_memopt_base"
 """The class attribute by which a generated class is known: the class that it stands in front of."""
@@ -135,7 +136,8 @@ def restore_module(module: nn.Module) -> None:
         object.__setattr__(module, "__class__", _without_ours(type(module)))
     module.__dict__.pop(REGION, None)
     module.__dict__.pop(PREVIOUS, None)
-    module.__dict__.pop(HABITS, None)
+    if module.__dict__.pop(HABITS, None) is not None:
+        stop_watching(module)
     forget_state(module)
 
 

@@ -1,7 +1,5 @@
 """Every case runs on an engine that moves all it is given and spoils what is read too early."""
 
-import gc
-
 import pytest
 import torch
 
@@ -9,26 +7,12 @@ from tests.cases.rewriting import GRAINS
 from tests.runtime.engines import cpu_engine
 
 
-@pytest.fixture(autouse=True, scope="module")
-def collector_without_imports():
-    """Spare the collector, which every case calls, all that was imported: it takes half of the time else."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def engine():
     """A poisoned engine in the CPU's place; in the end nothing may be left in it."""
-    num_threads = torch.get_num_threads()
-    torch.set_num_threads(1)
     torch.manual_seed(0)
-    try:
-        with cpu_engine(poison=True) as engine:
-            yield engine
-    finally:
-        torch.set_num_threads(num_threads)
+    with cpu_engine(poison=True) as engine:
+        yield engine
 
 
 @pytest.fixture(params=GRAINS)

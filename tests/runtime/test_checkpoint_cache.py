@@ -12,8 +12,6 @@ import memopt
 from tests import zoo
 from tests.runtime.checkpoints import MODES, calls, checkpointed, collected, plan_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=MODES)
 def mode(request):

@@ -29,8 +29,6 @@ OPTIONS = {
 """The models that dynamo captures whole."""
 COMPILER = shutil.which("g++") or shutil.which("clang++")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo():

@@ -21,8 +21,6 @@ from memopt.passes import ActivationCheckpoint, AttentionSwap
 from tests import zoo
 from tests.runtime.checkpoints import MODES, Stack, checkpointed, gradients, plan_of, stacked
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=MODES)
 def mode(request):

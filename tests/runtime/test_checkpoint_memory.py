@@ -12,8 +12,6 @@ from torch.utils._pytree import tree_leaves
 from tests import zoo
 from tests.runtime.checkpoints import MODES, calls, checkpointed, collected, stacked
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=MODES)
 def mode(request):

@@ -11,8 +11,6 @@ from torch.overrides import TorchFunctionMode
 from tests import zoo
 from tests.runtime.checkpoints import MODES, Stack, calls, checkpointed, collected, gradients, stacked
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 ROWS, WIDTH = 2048, 256
 """Of a size that nothing of it is kept for being small: 2 MiB."""
 

@@ -14,8 +14,6 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from tests import zoo
 from tests.runtime.checkpoints import MODES, calls, checkpointed, collected, gradients, stacked
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(params=MODES)
 def mode(request):

@@ -11,8 +11,6 @@ from memopt.runtime.rewrite import is_rewritten
 from tests import zoo
 from tests.runtime.checkpoints import MODES, calls, plan_of
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 POSITIONS = torch.arange(zoo.SEQ_LENGTH).expand(3, zoo.BATCH_SIZE, -1)
 TRACED_WITH = {
     "qwen3_moe_aux_loss": lambda batch: batch | {"output_router_logits": False},

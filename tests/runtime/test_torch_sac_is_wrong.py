@@ -32,8 +32,6 @@ PRODUCTS = {"aten::mm", "aten::_grouped_mm", "transformers::grouped_mm_fallback"
 SAVED = {"aten::bmm", "aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu"}
 TOPK = {"aten::topk"}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 MUTATED = "Tensor cached during selective activation checkpoint has been mutated"
 
 

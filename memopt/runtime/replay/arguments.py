@@ -32,6 +32,10 @@ class Arguments:
         self._args = [self._node(value, memo) for value in args]
         self._kwargs = {name: self._node(value, memo) for name, value in kwargs.items()}
 
+    def looks(self) -> tuple[Any, ...]:
+        """Return what the tensors look like."""
+        return tuple((leaf.tensor.shape, leaf.tensor.dtype, leaf.requires_grad) for leaf in self.leaves)
+
     def clone(self, positions: Collection[int] | None) -> None:
         """Copy the tensors that the region is known to write to, by position; all of them for None."""
         for position, leaf in enumerate(self.leaves):
@@ -77,14 +81,14 @@ class Arguments:
 class _Leaf:
     """One tensor, in all the places where it was passed."""
 
-    __slots__ = ("_packed", "_requires_grad", "_version", "clone", "shared", "tensor")
+    __slots__ = ("_packed", "requires_grad", "_version", "clone", "shared", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()  # with its graph it would keep that alive for ever: a region may write to inputs
         self.clone: torch.Tensor | None = None
         self.shared = False
         """Whether another argument changes when the region writes to this one."""
-        self._requires_grad = tensor.requires_grad
+        self.requires_grad = tensor.requires_grad
         self._version = version_of(tensor)
         self._packed: tuple[Callable[[Any], torch.Tensor], Any] | None = None
 
@@ -113,13 +117,13 @@ class _Leaf:
         """Return the tensor as the region met it."""
         if self.clone is not None and not self.shared:
             # Not a leaf of the graph: the region writes to it.
-            return self.clone.detach().requires_grad_(self._requires_grad).clone()
+            return self.clone.detach().requires_grad_(self.requires_grad).clone()
         if self.is_written():
             raise SavedTensorModifiedError(
                 fqn, tuple(self.tensor.shape), self._version, version_of(self.tensor), what="an argument of"
             )
         tensor = self.tensor if self._packed is None else self._packed[0](self._packed[1])
-        return tensor.detach().requires_grad_(self._requires_grad)
+        return tensor.detach().requires_grad_(self.requires_grad)
 
 
 class _Branch:

@@ -38,6 +38,10 @@ class Snapshot:
         self._carried = self._flat()
         self._with_contents = tuple(owner for owner in self.owners if owner.contents)
 
+    def modules(self) -> Iterator[nn.Module]:
+        """Yield the modules."""
+        return (owner.module for owner in self.owners)
+
     def holds(self) -> bool:
         """Tell whether the modules carry the very same objects still, under the same names."""
         now = self._flat()

@@ -75,6 +75,10 @@ class Frame:
         """How many tensors the forward saved so far."""
         return len(self._looks)
 
+    def looks(self) -> list[int]:
+        """Return what the saves look like, in order: equal numbers stand for equal shapes and types."""
+        return self._looks
+
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Drop one saved tensor: the hook that autograd calls in the region's forward."""
         looks = self._looks
@@ -184,6 +188,11 @@ class Filling:
         self._missing = missing
         self._last_needed = last_needed
         self._position = 0
+
+    @property
+    def position(self) -> int:
+        """How many tensors were saved so far."""
+        return self._position
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take one saved tensor: the hook that autograd calls in the replay."""

@@ -16,6 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves
 
 from memopt.runtime.replay.arguments import version_of
+from memopt.runtime.replay.captures import capture_output
 
 Hook = Callable[..., Any]
 
@@ -118,7 +119,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
             continue
         if child._forward_pre_hooks:
             yield _Place(child._forward_pre_hooks, (child._forward_pre_hooks_with_kwargs,))
-        if child._forward_hooks:
+        if any(hook is not capture_output for hook in child._forward_hooks.values()):
             flags = child._forward_hooks_with_kwargs, child._forward_hooks_always_called
             yield _Place(child._forward_hooks, flags)
 
@@ -139,7 +140,7 @@ def _watched(places: tuple[_Place, ...]) -> Iterator[None]:
         for place in places:
             _watchers[id(place.hooks)] = _watchers.get(id(place.hooks), 0) + 1
             for key, hook in place.hooks.items():
-                if not isinstance(hook, _Watched):
+                if not isinstance(hook, _Watched) and hook is not capture_output:
                     place.hooks[key] = _Watched(place, key, hook)
     try:
         yield

@@ -1,35 +1,40 @@
 """The results of expensive functions that a region keeps, and the saves at its end that it keeps with them."""
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from memopt.errors import ReplayError
 from memopt.ir import MAX_TAIL_TENSOR_BYTES, Family, OpPolicy
 from memopt.operands import PLAIN, Source, source_of
 from memopt.runtime.replay.frame import Frame
+from memopt.runtime.replay.places import SAME_VERSION, Call, Function, Place, geometry_of
 from memopt.tensors import storage_key
-
-Function = Callable[..., Any]
 
 
 @dataclass(slots=True, eq=False)
 class Result:
     """What one call of an expensive function returned and saved."""
 
+    call: Call
     outputs: Any
     """As returned, with every tensor detached."""
     need_grad: tuple[bool, ...]
     saves: tuple[Source | int, ...]
     """In order: a view of an operand, or the position of a save that is kept."""
     versions: tuple[tuple[torch.Tensor, int], ...]
-    storages: dict[int, int]
+    storages: dict[int, int] = field(default_factory=dict)
     """What it keeps, with bytes."""
-    num_saves: int
-    """How many saves of the region had been made when the function returned."""
+    parameters: tuple[int, ...] = ()
+    """Those among the operands, by identity."""
+    place: Place | None = None
+    """Where else its output was seen."""
+    returns_own: bool = False
+    """Whether a write to what it saved itself would count as one to its output, if that lies on the same storage."""
 
     def is_valid(self) -> bool:
         """Tell whether nobody has written to it since. A function's output has the version that its users see."""
@@ -78,6 +83,8 @@ class Results:
         self._tail: list[int] = []
         self._tail_budget_bytes = 0
         self.fqn = frame.fqn
+        self.num_needed = 0
+        """How many saves there are before the tail, once the forward has ended."""
         self._num_alternating = 0
 
     def wants(self, family: Family) -> bool:
@@ -94,6 +101,14 @@ class Results:
         if result is not None:
             self._by_storage |= dict.fromkeys(result.storages, result)
             self._tail_budget_bytes = 0 if result.held() else sum(result.storages.values())
+
+    def see(
+        self, frame: Frame, tensor: torch.Tensor, position: int, module: int | None = None, leaf: int | None = None
+    ) -> None:
+        """Note where the output of a function is found again: in a save, or in what a module returns."""
+        result = self._by_storage.get(storage_key(tensor)) if tensor.layout is torch.strided else None
+        if result is not None and result.place is None and result.call.returned(tensor, frame):
+            result.place = Place(geometry_of(tensor), position, module, leaf)
 
     def note(self, frame: Frame, position: int, tensor: torch.Tensor) -> None:
         """Keep a save outside of kept functions for the time being, or give up those before it."""
@@ -113,35 +128,37 @@ class Results:
         frame.keep(position, held, Held(held, held._version, result))
         self._tail.append(position)
 
-    def close(self, frame: Frame) -> int:
-        """Drop what was written to, or what nothing in the replay depends on; return how many saves are needed.
-
-        Those after them are the tail.
-        """
-        num_needed = frame.num_saves - len(self._tail)
+    def close(self, frame: Frame) -> None:
+        """Drop what was written to, or what nothing in the replay depends on."""
+        self.num_needed = frame.num_saves - len(self._tail)
         guards = [frame.guard_of(position) for position in self._tail]
         used = {id(guard.result) for guard in guards if isinstance(guard, Held)}
         for number, (func, result) in enumerate(self.calls):
             if result is None:
                 continue
-            is_read = bool(result.held()) or id(result) in used or result.num_saves < num_needed
+            is_read = bool(result.held()) or id(result) in used or result.call.end < self.num_needed
             if not is_read or not result.is_valid():
                 self.calls[number] = (func, None)
                 for position in result.held():
                     frame.drop(position)
         self._by_storage.clear()
-        return num_needed
+
+    def tail(self, frame: Frame, kept: list[Result]) -> dict[int, int | None]:
+        """Return the positions of the tail, and on which of some results each lies."""
+        guards = ((position, frame.guard_of(position)) for position in self._tail)
+        held = ((position, guard.result) for position, guard in guards if isinstance(guard, Held))
+        return {p: None if result is None else kept.index(result) for p, result in held if not result or result in kept}
 
     def num_bytes(self, frame: Frame) -> int:
         """Return the bytes of the storages that are kept, each once."""
         guards = [frame.guard_of(position) for position in self._tail]
-        kept = _storages(guard.tensor for guard in guards if isinstance(guard, Held))
+        kept = storages_of(guard.tensor for guard in guards if isinstance(guard, Held))
         for _, result in self.calls:
             kept |= result.storages if result is not None else {}
         return sum(kept.values())
 
-    def result_of(self, number: int, func: Function) -> Result | None:
-        """Return what the call of a replay may stand for; raises ReplayError where another function was called."""
+    def result_of(self, number: int, func: Function, position: int, args: Any, kwargs: Any) -> Result | None:
+        """Return what stands for a call in the replay; raises ReplayError where the forward called another function."""
         if number >= len(self.calls) or self.calls[number][0] is not func:
             raise ReplayError(self.fqn, f"called {getattr(func, '__name__', func)!r} where the forward did not")
         return self.calls[number][1]
@@ -154,29 +171,31 @@ class Results:
 
 
 def result_of_call(
-    output: Any, operands: list[torch.Tensor], gate: list[tuple[int, torch.Tensor]], frame: Frame
+    call: Call, output: Any, operands: list[torch.Tensor], gate: list[tuple[int, torch.Tensor]], frame: Frame
 ) -> Result | None:
     """Return what can be kept of a call, None if it cannot: its results alias an operand, or it saves too much else."""
     outputs = _tensors(output)
-    storages = _storages(outputs)
+    storages = storages_of(outputs)
     if not outputs or any(type(t) not in PLAIN for t in outputs):
         return None
     if any(storage_key(operand) in storages for operand in operands):
         return None
     saves = [(position, tensor, source_of(tensor, operands)) for position, tensor in gate]
     held = [(position, tensor.detach()) for position, tensor, source in saves if source is None]
-    others = _storages(tensor for _, tensor in held)
+    others = storages_of(tensor for _, tensor in held)
     if 2 * sum(size for key, size in others.items() if key not in storages) > sum(storages.values()):
         return None
     kept = output.detach() if output is outputs[0] else tree_map_only(torch.Tensor, torch.Tensor.detach, output)
     tensors = [*_tensors(kept), *(tensor for _, tensor in held)]
     result = Result(
+        call,
         outputs=kept,
         need_grad=tuple(t.requires_grad for t in outputs),
         saves=tuple(position if source is None else source for position, _, source in saves),
         versions=tuple((t, t._version) for t in tensors),
         storages=storages | others,
-        num_saves=frame.num_saves,
+        parameters=tuple(id(operand) for operand in operands if isinstance(operand, nn.Parameter)),
+        returns_own=bool(held) and output is outputs[0] and call.returned(output, frame, SAME_VERSION),
     )
     for position, tensor in held:
         frame.keep(position, tensor, result)
@@ -189,6 +208,6 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+def storages_of(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
     """Return the storages of tensors with their bytes."""
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}

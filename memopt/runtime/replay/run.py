@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,10 +14,13 @@ from memopt.runtime.counters import Counters
 from memopt.runtime.region import Region, habits_of
 from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
-from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
+from memopt.runtime.replay.dropping import Dropping, Watch
+from memopt.runtime.replay.following import Following
+from memopt.runtime.replay.frame import Filling, Frame, unpack
 from memopt.runtime.replay.hooks import HookRecord
-from memopt.runtime.replay.results import Results
-from memopt.runtime.replay.selective import Keeping, Standing
+from memopt.runtime.replay.keeping import Keeping
+from memopt.runtime.replay.recipes import Recipes, Shelf
+from memopt.runtime.replay.standing import Standing, Standins
 from memopt.runtime.replay.surroundings import Surroundings
 
 Forward = Callable[..., Any]
@@ -34,11 +37,14 @@ class Known:
     learns: bool = True
     """Whether the next call finds that out."""
     snapshot: Snapshot | None = None
+    recipes: Recipes = field(default_factory=Recipes)
+    """Of what a selective call keeps."""
 
     def forget(self) -> None:
         """Learn in the next call."""
         self.arguments = self.buffers = None
         self.stops_early.clear()
+        self.recipes = Recipes()
         self.learns = True
 
 
@@ -84,34 +90,39 @@ class _Call:
             known.snapshot = snapshot if snapshot.is_lasting else None
             known.forget()  # another mode, other children: the region may do something else now
         self._arguments = arguments
+        self._snapshot = snapshot
         self._attributes = Attributes(snapshot, arguments.parameters)
         devices = {device, *(leaf.tensor.device for leaf in arguments.leaves)}
         self._surroundings = Surroundings(devices, (*snapshot.generators, *arguments.generators))
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
-        self._results: Results | None = None
+        self._standins: Standins | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward for the first time."""
         self._arguments.clone(self._known.arguments)
         self._attributes.clone(self._known.buffers)
         frame = Frame(self._fqn)
-        keeping = None
-        pack: Callable[[torch.Tensor], Handle] = frame.pack_and_learn if self._known.learns else frame.pack
-        if self._policy.always or self._policy.alternate:
-            self._results = Results(self._policy, frame)
-            keeping = Keeping(self._results, frame, learns=self._known.learns)
-            pack = keeping.pack
+        watch = self._watch(frame)
         with (
             self._hooks.recording(),
-            torch.autograd.graph.saved_tensors_hooks(pack, unpack),
-            keeping or nullcontext(),
+            torch.autograd.graph.saved_tensors_hooks(watch.pack, unpack),
+            watch.active(),
         ):
             output = self._forward(*args, **kwargs)
-        self._close(frame)
+        self._close(frame, watch)
         return output
 
-    def _close(self, frame: Frame) -> None:
+    def _watch(self, frame: Frame) -> Watch:
+        policy, known = self._policy, self._known
+        if not policy.always and not policy.alternate:
+            return Dropping(frame, learns=known.learns)
+        shelf = Shelf(known.recipes, (self._arguments.looks(), self._surroundings.looks()), self._snapshot.modules())
+        if known.learns or shelf.recipe is None:
+            return Keeping(policy, frame, shelf, learns=known.learns)
+        return Following(shelf.recipe, policy, frame, shelf)
+
+    def _close(self, frame: Frame, watch: Watch) -> None:
         known = self._known
         written = self._arguments.close(learns=known.arguments is None)
         known.arguments = written | (known.arguments or frozenset())
@@ -121,10 +132,8 @@ class _Call:
             known.stops_early[frame.num_saves] = not frame.fills_late()
         known.learns = frame.num_saves not in known.stops_early
         self._counters.checkpointed_calls += 1
-        num_needed = frame.num_saves
-        if self._results:
-            num_needed = self._results.close(frame)
-            self._counters.kept_results_bytes += self._results.num_bytes(frame)
+        num_needed, self._standins, num_bytes = watch.close()
+        self._counters.kept_results_bytes += num_bytes
         stops_early = known.stops_early.get(frame.num_saves, False)
         frame.close(self, last_needed=num_needed - 1 if stops_early else None)
 
@@ -143,8 +152,8 @@ class _Call:
             stack.enter_context(torch.enable_grad())
             args, kwargs = self._arguments.again(self._fqn)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _as_it_is))
-            if self._results:
-                stack.enter_context(Standing(self._results, filling))
+            if self._standins:
+                stack.enter_context(Standing(self._standins, filling))
             filling.run(functools.partial(self._forward, *args, **kwargs))
 
 

@@ -25,6 +25,10 @@ class Surroundings:
         self._default_dtype = torch.get_default_dtype()
         self._default_device = _default_device()
 
+    def looks(self) -> tuple[Any, ...]:
+        """Return what decides which kernels run."""
+        return *self._autocasts, *self._backends, self._default_dtype, torch.are_deterministic_algorithms_enabled()
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put everything as it was for a while, and back.

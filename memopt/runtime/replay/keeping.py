@@ -1,0 +1,100 @@
+"""Keep the results of expensive functions in a region's forward, so that a replay need not call them.
+
+This mode and the one of the replay work on the functions that Python calls, not on the operators behind them: a call
+costs two microseconds, and a replay does without the whole function.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from memopt.ir import OpPolicy
+from memopt.operands import looks_of_call, operands_of
+from memopt.operations import FINDERS, cheap, draws, family_of
+from memopt.runtime.contract import refuse_compile
+from memopt.runtime.replay.captures import capturing
+from memopt.runtime.replay.frame import Frame, Handle
+from memopt.runtime.replay.places import Call, Function
+from memopt.runtime.replay.recipes import Shelf
+from memopt.runtime.replay.results import Result, Results, result_of_call
+
+
+class Keeping(TorchFunctionMode):
+    """Keep results while a region's forward runs."""
+
+    def __init__(self, policy: OpPolicy, frame: Frame, shelf: Shelf, *, learns: bool) -> None:
+        super().__init__()
+        self._results = Results(policy, frame)
+        self._frame = frame
+        self._shelf = shelf
+        self._drop = frame.pack_and_learn if learns else frame.pack
+        self._gate: list[tuple[int, torch.Tensor]] | None = None
+        """What is saved inside an expensive function, while one runs."""
+
+    def pack(self, tensor: torch.Tensor) -> Handle:
+        """Drop one saved tensor, or keep it: the hook that autograd calls in the region's forward."""
+        handle = self._drop(tensor)
+        self._results.see(self._frame, tensor, handle.position)
+        if self._gate is not None:
+            self._gate.append((handle.position, tensor))
+        else:
+            self._results.note(self._frame, handle.position, tensor)
+        return handle
+
+    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function; keep what the policy names."""
+        if FINDERS.get(func) is cheap:
+            return func(*args, **kwargs) if kwargs else func(*args)
+        if torch.compiler.is_compiling():  # a function inside the region: dynamo would take this mode into its graph
+            refuse_compile(self._results.fqn)
+        kwargs = kwargs or {}
+        family = family_of(func, args, kwargs)
+        if family is None or family not in self._results.policy:
+            return func(*args, **kwargs)
+        result = None
+        try:
+            if self._results.wants(family) and not draws(func, args, kwargs):
+                output, result = self._call(func, args, kwargs)
+            else:
+                output = func(*args, **kwargs)
+            return output
+        finally:  # a call that fails and is caught counts as well: the replay makes it too
+            self._results.add(self._frame, func, result)
+
+    def _call(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Result | None]:
+        operands = operands_of(args, kwargs)
+        if operands is None or self._gate is not None:
+            return func(*args, **kwargs), None
+        gate: list[tuple[int, torch.Tensor]] = []
+        begin, self._gate = self._frame.num_saves, gate
+        try:
+            output = func(*args, **kwargs)
+        finally:
+            self._gate = None
+        call = Call(len(self._results.calls), func, begin, self._frame.num_saves, looks_of_call(args, kwargs))
+        return output, result_of_call(call, output, operands, gate, self._frame)
+
+    def capture(self, module: nn.Module, output: Any) -> None:
+        """Note which results a module returns."""
+        for place, leaf in enumerate(output) if isinstance(output, (tuple, list)) else [(None, output)]:
+            if isinstance(leaf, torch.Tensor):
+                self._results.see(self._frame, leaf, self._frame.num_saves, id(module), place)
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Watch the functions and modules that this thread calls."""
+        with capturing(self.capture), self:
+            yield
+
+    def close(self) -> tuple[int, Results, int]:
+        """Decide what is kept, now that the forward has ended, and write a recipe for the next call of its kind.
+
+        Return how many saves are needed, what stands for functions, and the bytes that are kept.
+        """
+        self._results.close(self._frame)
+        self._shelf.learn(self._results, self._frame)
+        return self._results.num_needed, self._results, self._results.num_bytes(self._frame)
