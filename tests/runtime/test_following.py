@@ -371,11 +371,10 @@ def test_checkpointed_attention_only(watched):
 class TwoProducts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weights = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH**0.5 for _ in range(3))
+        self.one, self.two, self.three = (nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH**0.5) for _ in range(3))
 
     def forward(self, x):
-        one, _, other = (F.linear(x, w) for w in self.weights)
-        return one, other
+        return F.linear(x, self.one), F.linear(x, self.two).exp(), F.linear(x, self.three)
 
 
 class Sum(nn.Module):
@@ -384,8 +383,8 @@ class Sum(nn.Module):
         self.two = TwoProducts()
 
     def forward(self, x):
-        one, other = self.two(x)
-        return (one.double().sin() * other.double().cos()).float().sigmoid()
+        one, two, three = self.two(x)
+        return (one.double().sin() * two.double().cos() * three.double().exp()).float().sigmoid()
 
 
 def test_a_module_that_returns_two_results(watched):
