@@ -1,6 +1,7 @@
 """Notice torch's own checkpoint in a forward: what runs inside of it saves nothing that a trace could see."""
 
 import sys
+from types import FrameType
 
 import torch
 from torch.utils import checkpoint
@@ -19,7 +20,7 @@ def is_inside_checkpoint() -> bool:
 
 def _is_inside_reentrant() -> bool:
     """Tell whether a reentrant checkpoint is on the stack; it runs without grad, and leaves no hooks."""
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     code = checkpoint.CheckpointFunction.forward.__code__
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
