@@ -19,9 +19,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	touch $@
 
-demo: venv  ## Plan Qwen3-30B-A3B, then train a tiny Qwen3-MoE with attention swap and prove it equal
+demo: venv  ## Plan Qwen3-30B-A3B, then train a tiny Qwen3-MoE with swap and with checkpointing, and prove it equal
 	$(BIN)/memopt-analyze qwen3-30b-a3b --swap attention
 	$(BIN)/memopt-apply tiny-qwen3-moe --swap attention
+	$(BIN)/memopt-apply tiny-qwen3-moe --checkpoint selective
 
 test: venv  ## Run all tests, lint, types and import contracts
 	$(BIN)/python -m pytest -n auto

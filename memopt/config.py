@@ -36,7 +36,7 @@ class Config:
     def __post_init__(self) -> None:
         for key, hint in get_type_hints(Config).items():
             if not _takes(hint, getattr(self, key)):
-                raise IllegalValueError(key, getattr(self, key), _legal(hint))
+                raise IllegalValueError(key, getattr(self, key), _legal(hint) + _hint(key, getattr(self, key)))
         if self.pp_size < 1:
             raise IllegalValueError("pp_size", self.pp_size, "a whole number from 1")
 
@@ -105,10 +105,16 @@ def passes_for(config: Config) -> tuple[str, ...]:
 
 
 def _unquoted(key: str, value: Any) -> Any:
-    """Return a YAML value as it was meant: YAML reads ``off`` as False, and ``null`` or nothing means the default."""
+    """Return a YAML value as it was meant: YAML reads ``off`` as False, and ``null`` or nothing means the default.
+
+    Raises UnknownNameError for a key of ``activation_checkpoint: {...}`` that is not ``mode``.
+    """
     if key == "activation_checkpoint":
-        if isinstance(value, dict) and value.keys() == {"mode"}:
-            value = value["mode"]
+        if isinstance(value, Mapping):
+            for name in value:
+                if name != "mode":
+                    raise UnknownNameError("key of activation_checkpoint", str(name), ["mode"])
+            value = value.get("mode")
         if value is False:
             return "off"
     return Config.__dataclass_fields__[key].default if value is None else value
@@ -129,6 +135,15 @@ def _takes(hint: Any, value: object) -> bool:
     if legal := get_args(hint):
         return isinstance(value, str) and value in legal
     return type(value) is hint
+
+
+def _hint(key: str, value: object) -> str:
+    """Return what a value was probably meant to be, with the semicolon before it."""
+    if key == "activation_checkpoint" and value == "attention-only":
+        return "; that is a preset for code: memopt.plan(graph, passes=[ActivationCheckpoint(mode='attention-only')])"
+    if key == "activation_checkpoint" and value is True:
+        return "; YAML reads on, yes and true as True"
+    return ""
 
 
 def _legal(hint: Any) -> str:

@@ -2,6 +2,7 @@
 
 import difflib
 from collections.abc import Iterable
+from typing import Literal
 
 
 class MemoptError(ValueError):
@@ -95,10 +96,14 @@ class NoLayerContainerError(MemoptError):
 class NothingToCheckpointError(MemoptError):
     """Activation checkpointing found layers, but nothing in them to recompute."""
 
-    def __init__(self, class_name: str, *, num_layers: int, num_silent: int) -> None:
+    def __init__(self, class_name: str, *, num_layers: int, num_silent: int, num_checkpointed: int = 0) -> None:
         silent = f"{num_silent} of its {num_layers} layers save nothing for backward"
+        if num_checkpointed:
+            silent += f", {num_checkpointed} of them because the model's own forward calls torch.utils.checkpoint there"
         others = ", and the others have no part that may run twice" if num_silent < num_layers else ""
         remedy = "train parameters in or below them" if num_silent else "name a part as memopt.ir.submodules knows it"
+        if num_checkpointed:
+            remedy = "turn the model's own checkpointing off (model.gradient_checkpointing_disable())"
         super().__init__(
             f"activation_checkpoint found nothing to recompute in {class_name}: {silent}{others}; "
             f"{remedy}, or set activation_checkpoint to off"
@@ -126,16 +131,27 @@ class RewriteError(MemoptError):
 
 
 class GraphCompileError(MemoptError, AssertionError):
-    """A rewritten module was handed to a graph compiler.
+    """A rewritten module was handed to a graph compiler, or what a graph compiler made to memopt.
 
     An AssertionError too: that is the one kind that dynamo passes on unchanged.
     """
 
-    def __init__(self, fqn: str) -> None:
-        super().__init__(
-            f"memopt: {fqn!r} is rewritten and runs eagerly only; take it out of torch.compile / export / jit, "
-            "or call memopt.undo(model) first"
-        )
+    def __init__(
+        self, fqn: str, *, state: Literal["rewritten", "waiting", "compiled"] = "rewritten", recomputes: bool = False
+    ) -> None:
+        flag = "enable_compile: true (activation-checkpoint:compiles=true)"
+        if state == "rewritten":
+            what = "is rewritten and runs eagerly only; take it out of torch.compile / export / jit, "
+            what += (
+                f"or call memopt.undo(model) first{f', or plan with {flag} and compile it then' if recomputes else ''}"
+            )
+        elif state == "waiting":
+            what = "is rewritten in its first training forward, which must run eagerly; run that first, or give "
+            what += f"memopt.apply the inputs{f'; and plan with {flag} to compile it then' if recomputes else ''}"
+        else:
+            what = "is compiled already; give memopt the model as it was before"
+            what += f", plan with {flag}, and compile it after memopt.apply" if recomputes else ""
+        super().__init__(f"memopt: {fqn!r} {what}")
 
 
 class SavedTensorModifiedError(MemoptError, RuntimeError):

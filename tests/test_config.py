@@ -47,6 +47,15 @@ def test_attention_asks_for_swap_and_chain():
             {"activation_checkpoint": "on"},
             "activation_checkpoint='on' is not legal; legal: off, full, selective",
         ),
+        (
+            {"activation_checkpoint": True},
+            "activation_checkpoint=True is not legal; legal: off, full, selective; YAML reads on, yes and true as True",
+        ),
+        (
+            {"activation_checkpoint": "attention-only"},
+            "activation_checkpoint='attention-only' is not legal; legal: off, full, selective; that is a preset for "
+            "code: memopt.plan(graph, passes=[ActivationCheckpoint(mode='attention-only')])",
+        ),
         ({"pp_size": 0}, "pp_size=0 is not legal; legal: a whole number from 1"),
         ({"pp_size": "two"}, "pp_size='two' is not legal; legal: a whole number"),
         ({"enable_compile": "perhaps"}, "enable_compile='perhaps' is not legal; legal: true, false"),
@@ -70,6 +79,20 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
         loaded(tmp_path, "activation_swp: attention\n")
 
 
+@pytest.mark.parametrize("text", ["mod: full", "mode: full\n  mod: off", "mode: full\n  policy: mine"])
+def test_an_unknown_key_of_checkpointing_names_the_one_there_is(tmp_path, text):
+    with pytest.raises(UnknownNameError, match=r"no key of activation_checkpoint is called '\w+'; .*legal: mode$"):
+        loaded(tmp_path, f"activation_checkpoint:\n  {text}\n")
+
+
+@pytest.mark.parametrize("value", ["on", "true", "{mode: on}"])
+def test_yaml_that_says_on_is_told_the_legal_values(tmp_path, value):
+    with pytest.raises(
+        IllegalValueError, match=r"activation_checkpoint=True is not legal; legal: off, full, selective"
+    ):
+        loaded(tmp_path, f"activation_checkpoint: {value}\n")
+
+
 @pytest.mark.parametrize(
     ("text", "config"),
     [
@@ -81,6 +104,9 @@ def test_an_unknown_key_names_the_nearest(tmp_path):
         ("activation_checkpoint: selective\n", Config(activation_checkpoint="selective")),
         ("activation_checkpoint:\n  mode: full\n", Config(activation_checkpoint="full")),
         ("activation_checkpoint:\n  mode: off\n", Config()),
+        ("activation_checkpoint:\n  mode:\n", Config()),
+        ("activation_checkpoint: {}\n", Config()),
+        ("activation_checkpoint: off\n", Config()),
         ("pp_size: 2\nenable_compile: true\n", Config(pp_size=2, enable_compile=True)),
     ],
 )

@@ -30,6 +30,7 @@ def build_graph(
         flows=tuple(seen.flows),
         held=frozenset(storages[key] for key in seen.held if key in storages),
         functions=_functions(seen, place, storages),
+        checkpointed=tuple(seen.checkpointed),
         notes=notes,
     )
 
@@ -47,7 +48,7 @@ def _model_facts(model: nn.Module, name: str) -> ModelFacts:
         name=name,
         class_name=type(model).__name__,
         num_parameters=sum(p.numel() for p in parameters),
-        parameter_bytes=sum(p.nbytes for p in parameters),
+        parameter_bytes=sum(map(_num_bytes, parameters)),
         transformers_version=transformers.__version__,
         native_checkpointing=any(_checkpoints_natively(m) for m in model.modules()),
         kv_sharing=_kv_sharing(model),
@@ -71,8 +72,13 @@ def _node(module: nn.Module, fqns: tuple[str, ...]) -> ModuleNode:
         bases=_bases(type(module)),
         num_parameters=sum(p.numel() for p in own),
         num_trainable=sum(p.numel() for p in own if p.requires_grad),
-        parameter_bytes=sum(p.nbytes for p in own),
+        parameter_bytes=sum(map(_num_bytes, own)),
     )
+
+
+def _num_bytes(parameter: torch.Tensor) -> int:
+    """Return the bytes of a parameter, 0 for one without a storage of its own (sparse)."""
+    return parameter.nbytes if parameter.layout is torch.strided else 0
 
 
 def _bases(cls: type) -> tuple[str, ...]:

@@ -1,10 +1,12 @@
 """Make a forward on fake tensors look like a real one: no weights, no GPU, the same saves."""
 
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
@@ -57,6 +59,18 @@ class TargetKernels(TorchFunctionMode):
         if func is torch.nn.functional.scaled_dot_product_attention and self._redirects:
             return cuda_scaled_dot_product_attention(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def silent_torch() -> Iterator[None]:
+    """Keep torch from printing a traceback wherever a fake operator fails: the error itself has it, or it was caught."""
+    logger = logging.getLogger(fake_tensor.__name__)
+    was = logger.disabled
+    logger.disabled = True
+    try:
+        yield
+    finally:
+        logger.disabled = was
 
 
 @contextmanager

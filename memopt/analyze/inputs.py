@@ -56,14 +56,17 @@ def fake_arguments(arguments: Any, values: InputValues, mode: FakeTensorMode) ->
     """
 
     def faked(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            return values.faked(leaf)
         try:
+            if isinstance(leaf, torch.Tensor):
+                return values.faked(leaf)
             with FakeCopyMode(mode):
                 return copy.deepcopy(leaf)
         except Exception as error:
+            what = f"of type {type(leaf).__name__}"
+            if isinstance(leaf, torch.Tensor):
+                what = f"({type(leaf).__name__}, {leaf.dtype}, {leaf.layout}, on {leaf.device})"
             raise TraceError(
-                f"an argument of type {type(leaf).__name__} cannot be copied, which tracing needs: {error}; "
+                f"an argument {what} cannot be copied, which tracing needs: {error}; "
                 "analyze the model with inputs that leave it out"
             ) from error
 

@@ -82,7 +82,11 @@ class Observation:
     flows: dict[tuple[int, int], None] = field(default_factory=dict)
     makers: dict[int, tuple[StorageWeakRef, int | None]] = field(default_factory=dict)
     """Storage -> (weak reference, so that its address is not given to another storage; call that made it)."""
+    num_without_storage: int = 0
+    """How many saves are left out because they have no storage of their own: sparse tensors."""
     held: set[int] = field(default_factory=set)
+    checkpointed: dict[str, None] = field(default_factory=dict)
+    """FQNs of the modules that were called inside of torch's checkpoint."""
     output: Any = None
     active: list[Call] = field(default_factory=list)
     operands: list[torch.Tensor] = field(default_factory=list)

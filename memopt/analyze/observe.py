@@ -11,6 +11,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from memopt.analyze.arguments import tensors_in, unseen
+from memopt.analyze.checkpoints import is_inside_checkpoint
 from memopt.analyze.functions import call_noted
 from memopt.analyze.observation import Call, Observation, Save, Ticket
 from memopt.operands import source_of
@@ -50,6 +51,8 @@ def _call_hooks(seen: Observation, module: nn.Module, fqn: str, *, ignored: froz
         call = Call(len(seen.calls), fqn, parent, len(seen.saves), inputs, seen.flops())
         seen.calls.append(call)
         seen.active.append(call)
+        if is_inside_checkpoint():
+            seen.checkpointed[fqn] = None
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         call = seen.active.pop()
@@ -69,7 +72,10 @@ def _saving_hooks(
     seen: Observation, parameters: frozenset[int], buffers: frozenset[int]
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     @unseen
-    def pack(tensor: torch.Tensor) -> Ticket:
+    def pack(tensor: torch.Tensor) -> Ticket | torch.Tensor:
+        if tensor.layout is not torch.strided:
+            seen.num_without_storage += 1
+            return tensor
         ticket = Ticket(len(seen.saves))
         call = seen.active[-1].index
         kind = kind_of(tensor, parameters, buffers)
@@ -80,8 +86,8 @@ def _saving_hooks(
         _made(seen, tensor, call)
         return ticket
 
-    def unpack(ticket: Ticket) -> torch.Tensor:
-        return seen.saves[ticket.index].tensor
+    def unpack(packed: Ticket | torch.Tensor) -> torch.Tensor:
+        return seen.saves[packed.index].tensor if isinstance(packed, Ticket) else packed
 
     return pack, unpack
 

@@ -14,15 +14,16 @@ from torch._subclasses.fake_tensor import (
 )
 
 from memopt.analyze.build import build_graph, dtype_name
-from memopt.analyze.fake import TargetKernels, TraceMode, like_a_real_run
+from memopt.analyze.fake import TargetKernels, TraceMode, like_a_real_run, silent_torch
 from memopt.analyze.inputs import as_call, batch_shape, example_inputs, fake_arguments
 from memopt.analyze.observation import Observation
 from memopt.analyze.observe import observe
 from memopt.analyze.roles import name_saves
-from memopt.analyze.twin import twin_of_config, twin_of_model
+from memopt.analyze.twin import has_hooks, twin_of_config, twin_of_model
 from memopt.analyze.values import InputValues
-from memopt.errors import IllegalValueError, TraceError
+from memopt.errors import IllegalValueError, MemoptError, TraceError
 from memopt.ir import ModuleGraph, TraceInput
+from memopt.units import count_noun
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 TARGET_DEVICES = ("cuda", "cpu")
@@ -63,9 +64,11 @@ def analyze(
         with mode:
             inputs = example_inputs(twin, batch_size=batch_size, seq_length=seq_length)
     args, kwargs = as_call(inputs)
-    seen = _observe_fake(twin, mode, args, kwargs, target_device=target_device, autocast=autocast)
+    hooked = isinstance(model, nn.Module) and has_hooks(model)
+    with silent_torch():
+        seen = _observe_fake(twin, mode, args, kwargs, target_device=target_device, autocast=autocast, hooked=hooked)
     trace_input = _trace_input(twin, args, kwargs, autocast=autocast, target_device=target_device)
-    notes = _notes(twin, autocast=autocast, target_device=target_device)
+    notes = _notes(twin, seen, autocast=autocast, target_device=target_device)
     return build_graph(twin, seen, name=name or _name(model), trace_input=trace_input, notes=notes)
 
 
@@ -77,13 +80,14 @@ def _observe_fake(
     *,
     target_device: str,
     autocast: str,
+    hooked: bool,
 ) -> Observation:
     values = InputValues(mode)
     fake_args, fake_kwargs = fake_arguments((tuple(args), dict(kwargs)), values, mode)
     device = _device_type(twin)
     seen = Observation(flops=lambda: mode.flops)
     with ExitStack() as stack:
-        stack.enter_context(_trace_errors(twin, seen))
+        stack.enter_context(_trace_errors(twin, seen, hooked=hooked))
         stack.enter_context(like_a_real_run())
         stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(mode)
@@ -97,22 +101,38 @@ def _observe_fake(
 
 
 @contextmanager
-def _trace_errors(twin: nn.Module, seen: Observation) -> Iterator[None]:
+def _trace_errors(twin: nn.Module, seen: Observation, *, hooked: bool) -> Iterator[None]:
     """Turn what fake tensors cannot do into an error that names the module and the way out."""
     try:
         yield
     except TorchDynamoException as error:
-        where = seen.active[-1].fqn if seen.active else ""
         raise TraceError(
-            f"{type(twin).__name__} cannot be traced: {where or 'its forward'!r} calls torch.compile, which fake tensors "
+            f"{type(twin).__name__} cannot be traced: {_where(seen)} calls torch.compile, which fake tensors "
             "cannot enter; choose an implementation that runs eagerly, e.g. attn_implementation='sdpa'"
         ) from error
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
-        where = seen.active[-1].fqn if seen.active else ""
         raise TraceError(
-            f"{type(twin).__name__} cannot be traced without data: {where or 'its forward'!r} asks for the values of a "
+            f"{type(twin).__name__} cannot be traced without data: {_where(seen)} asks for the values of a "
             f"tensor ({error}); if a config switch (experts implementation, layerdrop, masks) avoids that, set it"
         ) from error
+    except MemoptError:
+        raise
+    except Exception as error:
+        raise TraceError(
+            f"{type(twin).__name__} cannot be traced: {_where(seen)} raises {type(error).__name__}: "
+            f"{_first_line(error)}; if it runs on real tensors with these inputs, it does what fake tensors cannot"
+            f"{', or what a hook should do: a trace calls none' if hooked else ''}"
+        ) from error
+
+
+def _where(seen: Observation) -> str:
+    """Return which module's forward was running."""
+    fqn = seen.active[-1].fqn if seen.active else ""
+    return repr(fqn) if fqn else "its forward"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def _trace_input(
@@ -131,10 +151,15 @@ def _trace_input(
     )
 
 
-def _notes(twin: nn.Module, *, autocast: str, target_device: str) -> tuple[str, ...]:
+def _notes(twin: nn.Module, seen: Observation, *, autocast: str, target_device: str) -> tuple[str, ...]:
     notes = []
     if autocast != "none" and target_device != _device_type(twin):
         notes.append(f"autocast was traced with the CPU's list of ops; on {target_device} a few more run in float32")
+    if seen.num_without_storage:
+        saves = count_noun(seen.num_without_storage, "saved tensor")
+        notes.append(
+            f"{saves} without a storage of their own (sparse) are not in this trace, nor their bytes in its sums"
+        )
     return tuple(notes)
 
 

@@ -17,6 +17,8 @@ _HOOKS = (
     "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs", "_backward_hooks", "_backward_pre_hooks",
 )  # fmt: skip
+_OWN = frozenset({"_parameters", "_buffers", "_modules", "_backward_pre_hooks"})
+"""Attributes in which a module keeps what is copied one by one."""
 _COMPOSABLE = "__composable_api_state_key"
 """What the attributes begin with in which torch's composable APIs keep their state."""
 
@@ -28,15 +30,35 @@ def twin_of_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     Raises GraphCompileError for a model that torch.compile returned, TraceError for one that cannot be copied.
     """
     if isinstance(model, OptimizedModule):
-        raise GraphCompileError(type(model._orig_mod).__name__)
+        raise GraphCompileError(type(model._orig_mod).__name__, state="compiled")
     try:
         with FakeCopyMode(mode):
             return copy.deepcopy(model, _stand_ins(model, mode)).train()
     except Exception as error:
         raise TraceError(
-            f"{type(model).__name__} cannot be deep-copied, which tracing needs: {error}; "
-            "analyze its config instead of the live model"
+            f"{type(model).__name__} cannot be deep-copied, which tracing needs: {_what_refuses(model, mode, error)}; "
+            "take that off or give it a __deepcopy__, or analyze the model's config"
         ) from error
+
+
+def has_hooks(model: nn.Module) -> bool:
+    """Tell whether a forward of a live model calls hooks, our own aside; its twin has none."""
+    hooks = (hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
+    return any(not type(hook).__module__.startswith("memopt.") for hook in hooks)
+
+
+def _what_refuses(model: nn.Module, mode: FakeTensorMode, error: Exception) -> str:
+    """Return which attribute of which module cannot be copied, and why."""
+    for fqn, module in model.named_modules():
+        for key, value in vars(module).items():
+            if key in _OWN:
+                continue
+            try:
+                with FakeCopyMode(mode):
+                    copy.deepcopy(value, _stand_ins(model, mode))
+            except Exception as found:
+                return f"{f'{fqn}.{key}'.lstrip('.')!r}, a {type(value).__name__}, refuses ({found})"
+    return str(error)
 
 
 def _stand_ins(model: nn.Module, mode: FakeTensorMode) -> dict[int, Any]:

@@ -51,7 +51,7 @@ Checkpoint = Annotated[
 Passes = Annotated[
     str | None,
     Parameter(
-        help="Passes to run instead of those of the configuration, each with its options, e.g. "
+        help="Passes to run, each with its options, instead of --config, --swap and --checkpoint: "
         "attention-swap,prefetch-chain or activation-checkpoint:mode=full:compiles=true."
     ),
 ]

@@ -7,15 +7,7 @@ from typing import Literal
 from memopt.config import Config, load_config, passes_for
 from memopt.errors import IllegalValueError, RequestError
 from memopt.ir import Plan, TraceInput, load_plan
-from memopt.passes import (
-    PASSES,
-    ActivationCheckpoint,
-    AttentionSwap,
-    Pass,
-    PrefetchChain,
-    make_pass,
-    parse_passes,
-)
+from memopt.passes import PASSES, Pass, PrefetchChain, make_pass, parse_passes
 from memopt.presets import DefaultInput
 
 _CHAIN = PrefetchChain.name
@@ -51,7 +43,12 @@ class Flags:
     checkpoint: Literal["off", "full", "selective"] | None = None
 
     def __bool__(self) -> bool:
-        return any((self.config, self.swap, self.checkpoint))
+        return bool(self.given())
+
+    def given(self) -> tuple[str, ...]:
+        """Return the flags as they were written."""
+        values = (("--config", self.config), ("--swap", self.swap), ("--checkpoint", self.checkpoint))
+        return tuple(f"{flag} {value}" for flag, value in values if value)
 
     def chosen(self) -> Config:
         """Return the configuration of the file, outranked by the other flags."""
@@ -61,18 +58,6 @@ class Flags:
             activation_swap=self.swap or config.activation_swap,
             activation_checkpoint=self.checkpoint or config.activation_checkpoint,
         )
-
-    def refusals(self, chosen: Config) -> dict[str, str]:
-        """Return, by the name of a pass, which flag says that it has nothing to do; none where that is the default."""
-        file = f"--config {self.config}" if self.config and not passes_for(chosen) else ""
-        refusals = {}
-        if chosen.activation_swap == "none" and (said := f"--swap {self.swap}" if self.swap else file):
-            refusals[AttentionSwap.name] = f"{said}, which swaps nothing"
-        if chosen.activation_checkpoint == "off" and (
-            said := f"--checkpoint {self.checkpoint}" if self.checkpoint else file
-        ):
-            refusals[ActivationCheckpoint.name] = f"{said}, which recomputes nothing"
-        return refusals
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,13 +90,13 @@ def make_passes(names: str | None, flags: Flags, chosen: Config) -> tuple[Pass, 
     asked = passes_for(chosen)
     if names is None:
         return tuple(map(make_pass, asked))
+    if flags:
+        given = " and ".join(flags.given())
+        raise RequestError(f"--passes lists all that is done; give it without {given}")
     passes = parse_passes(names)
     if not passes:
         raise IllegalValueError("passes", names, ", ".join(PASSES))
     _check_order([text.strip() for text in names.split(",") if text.strip()])
-    refusals = flags.refusals(chosen)
-    if refused := next((refusals[pass_.name] for pass_ in passes if pass_.name in refusals), None):
-        raise RequestError(f"--passes {names} contradicts {refused}; leave out one of them")
     return passes
 
 

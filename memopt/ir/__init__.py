@@ -14,9 +14,9 @@ from memopt.ir.graph import (
     SavedTensor,
     TraceInput,
 )
-from memopt.ir.layers import outermost_of, saves_activations, why_not_native
+from memopt.ir.layers import outermost_of, saves_activations, why_not_kept, why_not_native
 from memopt.ir.op_policy import OP_POLICIES, Family, OpPolicy
-from memopt.ir.plan import ROUTES, Action, Decision, Plan, RegionKey
+from memopt.ir.plan import COMPILE, ROUTES, Action, Decision, Plan, RegionKey
 from memopt.ir.policy import MIN_SWAP_TENSOR_BYTES, POLICIES, CheckpointPolicy, Keep, attention_keep_reason
 from memopt.ir.queries import outermost
 from memopt.ir.recompute_account import KeptResults, RecomputeAccount
@@ -25,6 +25,7 @@ from memopt.ir.serialize import PLAN_SCHEMA_VERSION, load_plan, plan_from_json, 
 from memopt.ir.submodules import layer_parts
 
 __all__ = [
+    "COMPILE",
     "MAX_TAIL_TENSOR_BYTES",
     "MIN_SWAP_TENSOR_BYTES",
     "OP_POLICIES",
@@ -69,5 +70,6 @@ __all__ = [
     "saved_bytes",
     "saves_activations",
     "unwrap",
+    "why_not_kept",
     "why_not_native",
 ]

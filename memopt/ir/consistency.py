@@ -29,6 +29,13 @@ def _faults(graph: ModuleGraph) -> Iterator[Fault]:
     for number, function in enumerate(graph.functions):
         for key, what in _function_faults(graph, function):
             yield f"functions.{number}.{key}", what
+    yield from _reference_faults(graph)
+
+
+def _reference_faults(graph: ModuleGraph) -> Iterator[Fault]:
+    for number, fqn in enumerate(graph.checkpointed):
+        if fqn not in graph.by_fqn:
+            yield f"checkpointed.{number}", f"{fqn!r} is no module"
     for number, flow in enumerate(graph.flows):
         if not all(0 <= call < len(graph.calls) for call in flow):
             yield f"flows.{number}", f"{list(flow)} is no pair of calls; there are {len(graph.calls)}"

@@ -168,6 +168,8 @@ class ModuleGraph:
     """Storages that the caller holds anyway: the model's inputs and outputs."""
     functions: tuple[FunctionCall, ...] = ()
     """The expensive functions, in the order of their calls."""
+    checkpointed: tuple[str, ...] = ()
+    """FQNs of the modules that the model's own forward calls inside of torch's checkpoint: of them nothing is saved."""
     notes: tuple[str, ...] = ()
 
     @cached_property

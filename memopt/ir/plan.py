@@ -20,7 +20,8 @@ class Action(enum.StrEnum):
     RECOMPUTE = "recompute"
 
 
-ROUTES = ("native", "submodule", "layer", "compile")
+COMPILE = "compile"
+ROUTES = ("native", "submodule", "layer", COMPILE)
 """The ways of the RFC to recompute: as transformers would, parts of a layer, a whole layer, what torch.compile takes."""
 
 
@@ -48,8 +49,11 @@ class Decision:
     """Which saved tensors it concerns, a key of `POLICIES`; for RECOMPUTE which results are kept, of `OP_POLICIES`."""
     route: str = ""
     """One of `ROUTES` where a pass decided to recompute; empty for other actions and for a decision by hand."""
-    compiles: bool = False
-    """Whether the rewritten module may be given to torch.compile."""
+
+    @property
+    def compiles(self) -> bool:
+        """Whether the rewritten module may be given to torch.compile."""
+        return self.route == COMPILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +120,8 @@ class Plan:
         policies = OP_POLICIES if decision.action is Action.RECOMPUTE else POLICIES
         if decision.policy not in policies:
             raise InvalidPlanError(f"decision on {str(key)!r}: no policy is called {decision.policy!r}")
-        if decision.action is not Action.RECOMPUTE and (decision.route or decision.compiles):
-            raise InvalidPlanError(f"decision on {str(key)!r}: only what is recomputed has a route or compiles")
+        if decision.action is not Action.RECOMPUTE and decision.route:
+            raise InvalidPlanError(f"decision on {str(key)!r}: only what is recomputed has a route")
         if decision.route not in ("", *ROUTES):
             routes = ", ".join(ROUTES)
             raise InvalidPlanError(f"decision on {str(key)!r}: no route is called {decision.route!r}; legal: {routes}")

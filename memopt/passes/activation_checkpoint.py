@@ -5,6 +5,8 @@ from typing import ClassVar
 
 from memopt.errors import SWAP_AND_CHECKPOINT, IllegalValueError, IncompatibleError, NothingToCheckpointError
 from memopt.ir import (
+    COMPILE,
+    OP_POLICIES,
     Action,
     Container,
     Decision,
@@ -16,6 +18,7 @@ from memopt.ir import (
     layer_parts,
     outermost_of,
     saves_activations,
+    why_not_kept,
     why_not_native,
 )
 from memopt.passes.attention_swap import AttentionSwap
@@ -62,51 +65,60 @@ class ActivationCheckpoint(Pass):
         wanted = self._wanted(graph, saving, self._why_parts(graph, containers))
         num_silent = len(layers) - len(saving)
         if not wanted:
-            raise NothingToCheckpointError(graph.model.class_name, num_layers=len(layers), num_silent=num_silent)
+            checkpointed = set(layers).difference(saving).intersection(graph.checkpointed)
+            raise NothingToCheckpointError(
+                graph.model.class_name,
+                num_layers=len(layers),
+                num_silent=num_silent,
+                num_checkpointed=len(checkpointed),
+            )
         if num_silent:
             plan = plan.note(f"{num_silent} of {len(layers)} layers save nothing for backward and stay as they are")
         if self.mode != "full" and _shares_cache(graph):
             plan = plan.note(DOWNGRADED)
-        free = [fqn for fqn in wanted if _is_free(plan, fqn)]
-        return plan.decide({RegionKey(fqn): wanted[fqn] for fqn in free})
+        decisions = {fqn: decision for fqn, decision in wanted.items() if _is_free(plan, fqn)}
+        whole = [fqn for fqn, decision in decisions.items() if decision.policy == self.mode]
+        for sentence in why_not_kept(graph, whole, OP_POLICIES[self.mode]):
+            plan = plan.note(sentence)
+        return plan.decide({RegionKey(fqn): decision for fqn, decision in decisions.items()})
 
-    def _why_parts(self, graph: ModuleGraph, containers: tuple[Container, ...]) -> str:
-        """Return why layers are recomputed part by part; empty where they are as a whole."""
+    def _why_parts(self, graph: ModuleGraph, containers: tuple[Container, ...]) -> str | None:
+        """Return why layers are recomputed part by part, None where they are as a whole."""
         if _shares_cache(graph):
             return "layers share keys and values through the cache, which attention may fill only once"
         if self.mode != "full":
-            return ""
+            return None
         return "torch.compile fuses the rest of a layer" if self.compiles else why_not_native(graph, containers)
 
-    def _wanted(self, graph: ModuleGraph, layers: list[str], why_parts: str) -> dict[str, Decision]:
+    def _wanted(self, graph: ModuleGraph, layers: list[str], why_parts: str | None) -> dict[str, Decision]:
         """Return the decisions on layers that save something, whatever was decided before."""
         decisions: dict[str, Decision] = {}
         for layer in layers:
-            decisions |= self._on_parts(graph, layer, why_parts) if why_parts else {layer: self._on_whole()}
+            decisions |= {layer: self._on_whole()} if why_parts is None else self._on_parts(graph, layer, why_parts)
         return {fqn: decisions[fqn] for fqn in outermost_of(graph, decisions)}
 
     def _on_whole(self) -> Decision:
-        return self._recompute("native" if self.mode == "full" else "layer", _WHY_WHOLE[self.mode])
+        return self._recompute("native" if self.mode == "full" else "layer", _WHY_WHOLE[self.mode], policy=self.mode)
 
     def _on_parts(self, graph: ModuleGraph, layer: str, why: str) -> dict[str, Decision]:
         """Return the decisions on a layer's parts; where it has none, on all of it, unless it may hold attention."""
         parts = layer_parts(graph, layer, compiled=self.compiles)
         if not parts and not _shares_cache(graph):
-            return {layer: self._recompute("layer", "it has no part of a known name, so that all of it is recomputed")}
+            why = "it has no part of a known name, so that all of it is recomputed"
+            return {layer: self._recompute("layer", why, policy=self.mode)}
         return {
             fqn: self._recompute("submodule", f"{role}, because {why}", policy="full")
             for role, fqn in parts
             if saves_activations(graph, fqn) and not (role == "attention" and _shares_cache(graph))
         }
 
-    def _recompute(self, route: str, why: str, *, policy: str = "") -> Decision:
+    def _recompute(self, route: str, why: str, *, policy: str) -> Decision:
         return Decision(
             action=Action.RECOMPUTE,
             by=self.name,
             why=why,
-            policy=policy or self.mode,
-            route="compile" if self.compiles else route,
-            compiles=self.compiles,
+            policy=policy,
+            route=COMPILE if self.compiles else route,
         )
 
 

@@ -24,7 +24,7 @@ def verdict(plan: Plan, totals: PlanAccount) -> Text:
     saved = saved_bytes(plan.graph.saved).activation_bytes
     activations = format_bytes(saved)
     if not plan.decisions:
-        return Text(f"Nothing is swapped: {activations} of activations stay on the device for backward.", style="bold")
+        return Text(f"Nothing is changed: {activations} of activations stay on the device for backward.", style="bold")
     recomputes = any(target.recompute for target in totals.targets)
     if not totals.swap_bytes and not recomputes:
         why = "all that passes the policy is margin" if totals.covered_bytes else "no saved tensor passes the policy"

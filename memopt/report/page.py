@@ -8,7 +8,7 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from memopt.ir import Plan, PlanAccount, account
+from memopt.ir import Plan, PlanAccount, account, saved_bytes
 from memopt.report.folding import fold_chain, fold_targets
 from memopt.report.headline import headline
 from memopt.report.notes import notes_of
@@ -25,7 +25,7 @@ def plan_report(plan: Plan) -> RenderableType:
 
 def _sections(plan: Plan, totals: PlanAccount) -> Iterator[RenderableType]:
     if plan.decisions:
-        yield from _section("Totals", totals_table(totals))
+        yield from _section("Totals", totals_table(totals, saved_bytes(plan.graph.saved).activation_bytes))
     if totals.swap_bytes:
         yield from _section("Copy time", Text(copy_sentence(totals)))
     if plan.decisions:

@@ -13,14 +13,14 @@ COPY_GB_PER_SECOND = 55
 """Pinned host memory to or from one H200 over PCIe 5 x16, one way at a time, measured."""
 
 
-def totals_table(totals: PlanAccount) -> RenderableType:
-    """Return the sums, each with what it means."""
+def totals_table(totals: PlanAccount, activation_bytes: int) -> RenderableType:
+    """Return the sums, each with what it means, for a model whose forward saves so many bytes of activations."""
     table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0), title_justify="left")
     table.add_column(no_wrap=True)
     table.add_column(justify="right", no_wrap=True, style="bold")
     table.add_column(style="dim")
     swaps = any(target.recompute is None for target in totals.targets)
-    rows = (*(_sums(totals) if swaps else ()), *recompute_sums(totals))
+    rows = (*(_sums(totals) if swaps else ()), *recompute_sums(totals, activation_bytes))
     for what, amount, meaning in rows:
         table.add_row(what, amount, meaning)
     return table

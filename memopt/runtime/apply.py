@@ -28,7 +28,10 @@ class Rewriting:
         return f"<{type(self).__name__} of {len(self.plan.decisions)} modules of {type(self.model).__name__}>"
 
     def stats(self) -> Stats:
-        """Return what was registered and copied since the plan came into effect."""
+        """Return what was registered, copied and replayed since the plan came into effect.
+
+        What torch.compile runs is not counted: in its graph nothing of memopt is left. All zero says no more than that.
+        """
         return summed(self.counters)
 
     def undo(self) -> None:

@@ -35,6 +35,8 @@ def _run(module: nn.Module, inner: Callable[..., Any], args: tuple[Any, ...], kw
     """
     if not torch.compiler.is_compiling():
         return _run_eagerly(module, inner, args, kwargs)
+    if torch.compiler.is_exporting():  # a program that is exported has no backward to save memory for
+        return inner(*args, **kwargs)
     region = region_of(module)
     if region is None or not module.training or not torch.is_grad_enabled() or holds_keys(module, args, kwargs):
         return inner(*args, **kwargs)
@@ -48,10 +50,14 @@ _run_eagerly = torch.compiler.disable(run_region)
 
 def _checkpointed(inner: Callable[..., Any], region: Region, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     policy = OP_POLICIES[str(region.policy)]
+
+    def call(*args: Any) -> Any:  # by keyword, checkpoint would take what is named like a parameter of its own
+        return inner(*args, **kwargs)
+
     if not policy.always and not policy.alternate:
-        return checkpoint(inner, *args, use_reentrant=False, **kwargs)
+        return checkpoint(call, *args, use_reentrant=False)
     contexts = functools.partial(_contexts, policy)
-    return checkpoint(inner, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+    return checkpoint(call, *args, use_reentrant=False, context_fn=contexts)
 
 
 def _contexts(policy: OpPolicy) -> Any:

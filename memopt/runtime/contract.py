@@ -32,18 +32,18 @@ def check_rewritable(model: nn.Module, *, swaps: bool = True, compiles: bool = F
     IncompatibleError.
     """
     if isinstance(model, OptimizedModule | torch.jit.ScriptModule):
-        _refuse_compiled(type(model).__name__, compiles)
+        _refuse_compiled(type(model).__name__, swaps=swaps, compiles=compiles)
     for fqn, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
-            _refuse_compiled(fqn or type(model).__name__, compiles)
+            _refuse_compiled(fqn or type(model).__name__, swaps=swaps, compiles=compiles)
         if getattr(module, "gradient_checkpointing", False):
             raise IncompatibleError(SWAP_AND_CHECKPOINT if swaps else CHECKPOINT_TWICE)
 
 
-def _refuse_compiled(name: str, compiles: bool) -> None:
+def _refuse_compiled(name: str, *, swaps: bool, compiles: bool) -> None:
     if compiles:
         raise RewriteError(f"{name!r} is compiled already; apply the plan first, and compile after that")
-    raise GraphCompileError(name)
+    raise GraphCompileError(name, state="compiled", recomputes=not swaps)
 
 
 def check_target(module: nn.Module) -> None:
@@ -80,6 +80,6 @@ def _names(model: nn.Module) -> dict[str, dict[str, int]]:
 
 
 @torch.compiler.assume_constant_result
-def refuse_compile(fqn: str) -> None:
+def refuse_compile(fqn: str, *, is_waiting: bool = False, recomputes: bool = False) -> None:
     """Raise where a graph compiler sees it: a plain raise would be swallowed by a graph break."""
-    raise GraphCompileError(fqn)
+    raise GraphCompileError(fqn, state="waiting" if is_waiting else "rewritten", recomputes=recomputes)

@@ -21,7 +21,7 @@ class Counters:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The counters of all rewritten modules of a model, summed."""
+    """The counters of all rewritten modules of a model, summed; calls that torch.compile runs are not counted."""
 
     registered_tensors: int
     registered_bytes: int

@@ -49,7 +49,7 @@ def run_region(module: nn.Module, forward: Callable[..., Any], args: tuple[Any, 
     if region is None:  # a forward that was read before memopt.undo
         return forward(*args, **kwargs)
     if torch.compiler.is_compiling():
-        refuse_compile(region.fqn)
+        refuse_compile(region.fqn, recomputes=region.action is Action.RECOMPUTE)
     if _is_graph_traced():
         raise GraphCompileError(region.fqn)
     device = _device(module, args, kwargs) if _saves(module) else None

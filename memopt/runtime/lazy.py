@@ -25,7 +25,7 @@ class RewriteOnFirstForward:
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Trace, plan and apply with the arguments of this very forward."""
         if torch.compiler.is_compiling():
-            refuse_compile(type(module).__name__)
+            refuse_compile(type(module).__name__, is_waiting=True)
         if module.training and torch.is_grad_enabled():
             self.rewriting = self._rewrite(module, args, kwargs)
             take_off(module)
@@ -48,7 +48,7 @@ class PendingRewriting:
         return f"<{type(self).__name__} of {type(self.model).__name__}: {state}>"
 
     def stats(self) -> Stats:
-        """Return what was registered and copied since the plan came into effect."""
+        """Return what was registered, copied and replayed since the plan came into effect, but for compiled calls."""
         return self.hook.rewriting.stats() if self.hook.rewriting else summed(())
 
     def undo(self) -> None:

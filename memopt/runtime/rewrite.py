@@ -82,6 +82,12 @@ def rewritten_class(base: type, compiles: bool = False) -> type:
         return f"{base.__name__}[{region}]" if region else base.__name__
 
     def refuse_compile(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        region = region_of(self)
+        raise GraphCompileError(
+            region.fqn if region else base.__name__, recomputes=bool(region and region.action is Action.RECOMPUTE)
+        )
+
+    def refuse_script(self: nn.Module, *args: Any, **kwargs: Any) -> None:
         raise GraphCompileError(base.__name__)
 
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
@@ -93,7 +99,7 @@ def rewritten_class(base: type, compiles: bool = False) -> type:
     body = {
         _BASE: base,
         "_get_name": get_name,
-        "__prepare_scriptable__": refuse_compile,  # torch.jit.script asks every submodule for it
+        "__prepare_scriptable__": refuse_script,  # torch.jit.script asks every submodule for it
         "__reduce_ex__": reduce_ex,
         "__doc__": base.__doc__,
         "__module__": base.__module__,

@@ -1,15 +1,20 @@
 import json
+import logging
+import random
+from collections import deque
 from importlib import resources
 
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig
 
 import memopt
 from memopt.errors import GraphCompileError, IllegalValueError, RequestError, TraceError
 from memopt.ir import Kind, outermost
-from tests import models
+from tests import models, zoo
 
 
 def preset(name):
@@ -205,3 +210,149 @@ def test_a_rewritten_model_is_traced_as_the_model_it_was():
     before = memopt.analyze(model, inputs)
     memopt.apply(model, {"activation_swap": "attention"}, inputs)
     assert memopt.analyze(model, inputs) == before
+
+
+# what fake tensors cannot do
+
+
+class Broken(nn.Module):
+    """Two layers, the second of which does as it is told."""
+
+    def __init__(self, do):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 4), Doing(do))
+
+    def forward(self, x):
+        return self.layers(x)
+
+
+class Doing(nn.Module):
+    def __init__(self, do):
+        super().__init__()
+        self.do = do
+
+    def forward(self, x):
+        return self.do(x)
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    "do",
+    [
+        lambda x: x @ torch.ones(5, 5),
+        lambda x: torch.nested.nested_tensor([x, x]),
+        lambda x: x.as_subclass(Subclass).sin(),
+        lambda x: x.nothing,
+        lambda x: {}["key"],
+    ],
+)
+def test_whatever_goes_wrong_names_the_module_in_one_line(do):
+    with pytest.raises(
+        TraceError, match=r"^Broken cannot be traced: 'layers\.1' raises \w+: .+; if it runs on real"
+    ) as e:
+        memopt.analyze(Broken(do), torch.randn(2, 4))
+    assert "hook" not in str(e.value)
+    assert "\n" not in str(e.value)
+    assert e.value.__cause__ is not None
+
+
+def test_torch_prints_no_traceback_of_a_failing_trace_and_prints_again_after_it():
+    logger, records = logging.getLogger("torch._subclasses.fake_tensor"), []
+    handler = logging.Handler()
+    handler.emit = records.append
+    logger.addHandler(handler)
+    try:
+        with pytest.raises(TraceError):
+            memopt.analyze(Broken(lambda x: x @ torch.ones(5, 5)), torch.randn(2, 4))
+        assert records == []
+        with FakeTensorMode(), pytest.raises(RuntimeError):
+            torch.ones(2, 4) @ torch.ones(5, 5)
+        assert records
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_arguments_that_do_not_fit_name_the_model():
+    with pytest.raises(
+        TraceError, match=r"^Linear cannot be traced: its forward raises TypeError: .*unexpected keyword"
+    ):
+        memopt.analyze(nn.Linear(4, 4), {"x": torch.randn(2, 4)})
+
+
+def test_hooks_are_not_called_and_an_error_says_so():
+    model = Broken(lambda x: x.sin())
+    model.layers[1].do = lambda x: model.layers[0].out.sin()
+    model.layers[0].register_forward_hook(lambda module, args, out: setattr(module, "out", out))
+    with pytest.raises(
+        TraceError, match=r"'layers\.1' raises AttributeError: .*what a hook should do: a trace calls none"
+    ):
+        memopt.analyze(model, torch.randn(2, 4))
+
+
+@pytest.mark.parametrize(
+    ("argument", "what"),
+    [
+        (torch.ones(2, 4, device="meta"), r"\(Tensor, torch.float32, torch.strided, on meta\)"),
+        ((number for number in range(3)), "of type generator"),
+    ],
+)
+def test_an_argument_that_cannot_be_copied_is_named(argument, what):
+    with pytest.raises(TraceError, match=f"^an argument {what} cannot be copied, .*inputs that leave it out$"):
+        memopt.analyze(Broken(torch.sin), (argument,))
+
+
+@pytest.mark.parametrize(
+    "wrapped",
+    [lambda x: type("Pair", (tuple,), {})((x, x)), lambda x: deque([x]), lambda x: type("Own", (dict,), {})({0: x})],
+)
+def test_a_layer_may_be_called_with_odd_containers(wrapped):
+    graph = memopt.analyze(Broken(lambda x: wrapped(x)[0].sin()), (torch.randn(2, 4),))
+    assert [t.op for t in graph.saved if t.kind is Kind.ACTIVATION] == ["Addmm", "Sin"]
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr"])
+def test_sparse_tensors_are_left_out_with_a_note(layout):
+    graph = memopt.analyze(
+        Broken(lambda x: torch.sparse.mm(getattr(torch.eye(2), layout)(), x).sin()), torch.randn(2, 4)
+    )
+    assert [t.op for t in graph.saved if t.kind is Kind.ACTIVATION] == ["Addmm", "Sin"]
+    (note,) = graph.notes
+    assert note.startswith("1 saved tensor without a storage of their own (sparse)")
+
+
+def test_a_sparse_parameter_counts_no_bytes():
+    class Sparse(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.eye(4).to_sparse())
+
+        def forward(self, x):
+            return torch.sparse.mm(self.weight, x.t())
+
+    assert memopt.analyze(Sparse(), torch.randn(2, 4)).model.parameter_bytes == 0
+
+
+def test_what_cannot_be_copied_is_named():
+    model = Broken(torch.sin)
+    model.layers[1].noise = random.SystemRandom()
+    with pytest.raises(TraceError, match=r"needs: 'layers\.1\.noise', a SystemRandom, refuses .*; take that off or"):
+        memopt.analyze(model, torch.randn(2, 4))
+
+
+def test_a_model_of_images_and_words_is_traced_on_words_alone():
+    graph = memopt.analyze(zoo.ZOO["qwen2_5_vl"]())
+    assert (graph.input.batch_size, graph.input.seq_length) == (1, 1024)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_modules_inside_of_torchs_checkpoint_are_noted(use_reentrant):
+    class Checkpointing(Broken):
+        def forward(self, x):
+            with torch.no_grad():
+                x = self.layers[0](x) + x
+            return checkpoint(self.layers[1], self.layers[0](x), use_reentrant=use_reentrant)
+
+    assert memopt.analyze(Checkpointing(torch.sin), torch.randn(2, 4)).checkpointed == ("layers.1",)

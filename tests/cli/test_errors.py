@@ -108,22 +108,25 @@ def test_a_second_model(fails, name):
 
 
 @BOTH
-def test_passes_may_not_contradict_the_configuration(fails, tmp_path, name):
-    (tmp_path / "memopt.yaml").write_text("pp_size: 2\n")
-    config = ("--config", tmp_path / "memopt.yaml")
-    for asked, who in ((("--swap", "none"), "--swap none"), (config, f"--config {config[1]}")):
-        code, line = fails(name, "tiny-llama", *asked, "--passes", "attention-swap")
-        assert code == 2
-        assert line == f"--passes attention-swap contradicts {who}, which swaps nothing; leave out one of them"
+@pytest.mark.parametrize("passes", ["attention-swap", "activation-checkpoint:mode=full"])
+@pytest.mark.parametrize(
+    "asked", [("--swap", "none"), ("--swap", "attention"), ("--checkpoint", "off"), ("--checkpoint", "selective")]
+)
+def test_passes_exclude_the_other_switches(fails, name, passes, asked):
+    """Whichever of the two were dropped, somebody would miss it."""
+    code, line = fails(name, "tiny-llama", *asked, "--passes", passes)
+    assert (code, line) == (2, f"--passes lists all that is done; give it without {' '.join(asked)}")
 
 
 @BOTH
-def test_passes_may_not_contradict_the_checkpoint_flag(fails, name):
-    asked = "activation-checkpoint:mode=full"
-    code, line = fails(name, "tiny-llama", "--checkpoint", "off", "--passes", asked)
+def test_passes_exclude_a_configuration(fails, tmp_path, name):
+    path = tmp_path / "memopt.yaml"
+    path.write_text("enable_compile: true\n")
+    flags = ("--config", path, "--checkpoint", "full", "--passes", "activation-checkpoint")
+    code, line = fails(name, "tiny-llama", *flags)
     assert (code, line) == (
         2,
-        f"--passes {asked} contradicts --checkpoint off, which recomputes nothing; leave out one of them",
+        f"--passes lists all that is done; give it without --config {path} and --checkpoint full",
     )
 
 

@@ -9,7 +9,7 @@ from memopt.ir import ROUTES, Action, Decision, Plan, RegionKey
 from tests.builders import Build, graph_of, mib_save, plan_of
 
 SWAP = Decision(action=Action.SWAP, by="one", why="because", policy="attention")
-RECOMPUTE = Decision(action=Action.RECOMPUTE, by="one", why="because", policy="full", route="layer", compiles=True)
+RECOMPUTE = Decision(action=Action.RECOMPUTE, by="one", why="because", policy="full", route="layer")
 KEEP = Decision(action=Action.KEEP, by="other", why="because", policy="attention")
 ATTN = "model.layers.0.self_attn"
 
@@ -53,8 +53,8 @@ def test_around_and_inside_a_decision_is_decided(fqn):
             (),
             "no route is called 'scenic'; legal: native, submodule, layer",
         ),
-        ({ATTN: replace(SWAP, route="layer")}, (), "only what is recomputed has a route or compiles"),
-        ({ATTN: replace(KEEP, compiles=True)}, (), "only what is recomputed has a route or compiles"),
+        ({ATTN: replace(SWAP, route="layer")}, (), "only what is recomputed has a route"),
+        ({ATTN: replace(KEEP, route="compile")}, (), "only what is recomputed has a route"),
         ({ATTN: SWAP}, (ATTN, ATTN), "prefetch chain names a module twice"),
     ],
 )
@@ -70,7 +70,9 @@ def test_verify_names_the_fault(decisions, chain, message):
 
 @pytest.mark.parametrize("route", ["", *ROUTES])
 def test_what_is_recomputed_may_have_any_route(route):
-    plan().decide({RegionKey(ATTN): replace(RECOMPUTE, route=route)}).verify()
+    decision = replace(RECOMPUTE, route=route)
+    plan().decide({RegionKey(ATTN): decision}).verify()
+    assert decision.compiles == (route == "compile")
 
 
 def test_a_module_is_decided_under_any_of_its_names():

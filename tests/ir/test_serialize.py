@@ -26,7 +26,9 @@ def full_plan():
     plan = plan_of(*qwen_layers(2), build=QWEN)
     calls = tuple(replace(call, inputs=((40, 8192), (41, 16)), flops=1 << 41) for call in plan.graph.calls)
     plan = plan.note("a note")
-    return replace(plan, graph=replace(plan.graph, calls=calls, functions=(PRODUCT, replace(PRODUCT, keepable=False))))
+    functions = (PRODUCT, replace(PRODUCT, keepable=False))
+    graph = replace(plan.graph, calls=calls, functions=functions, checkpointed=("model.layers.0",))
+    return replace(plan, graph=graph)
 
 
 def test_a_plan_survives_a_file(tmp_path):
@@ -40,7 +42,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_plan(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 3}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 4}'])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(UnreadableFileError, match="plan 'text' cannot be read: ") as error:
         plan_from_json(text)
@@ -48,7 +50,7 @@ def test_what_is_no_plan_is_refused(text):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("key", "value"), [("schema_version", 2), ("extra", 1), ("decisions", [["a", "", {}]])])
+@pytest.mark.parametrize(("key", "value"), [("schema_version", 3), ("extra", 1), ("decisions", [["a", "", {}]])])
 def test_a_wrong_key_is_named(key, value):
     document = json.loads(plan_to_json(plan_of(mib_save("model.self_attn"))))
     with pytest.raises(UnreadableFileError, match=key):
@@ -104,6 +106,7 @@ def is_now(new):
         (["graph", "model", "parameter_bytes"], is_now(-1), "graph.model.parameter_bytes: -1 is negative"),
         (["graph", "modules"], is_now([]), "graph.modules: the first is not the root"),
         (["graph", "modules", 2, "fqns"], is_now([]), "graph.modules.2.fqns: the first is not the module's fqn"),
+        (["graph", "checkpointed"], is_now(["x"]), "graph.checkpointed.0: 'x' is no module"),
         (["graph", "flows"], is_now([[0, 99]]), "graph.flows.0: [0, 99] is no pair of calls"),
     ],
 )

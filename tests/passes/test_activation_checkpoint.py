@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from memopt.errors import IncompatibleError, NoLayerContainerError, NothingToCheckpointError
-from memopt.ir import Action, Decision, Kind, KvSharing, ModuleCall, Plan, RegionKey, SavedTensor, account
+from memopt.ir import Action, Decision, Family, Kind, KvSharing, ModuleCall, Plan, RegionKey, SavedTensor, account
 from memopt.passes import ActivationCheckpoint, AttentionSwap, Pipeline
-from tests.builders import Build, graph_of, mib_save
+from tests.builders import MIB, Build, Function, graph_of, mib_save
 from tests.ir.trees import fake, graph_of_model, made, native_layer, stack
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -184,6 +184,23 @@ def test_a_part_that_lies_in_a_whole_layer_too_is_left_to_that():
     assert decided(plan) == {"layers.1": ("layer", "full")}
 
 
+@pytest.mark.parametrize("num_bytes", [0, MIB, 3 * MIB])
+def test_a_result_that_cannot_be_kept_is_noted_with_the_reason(num_bytes):
+    functions = [
+        Function(
+            owner=f"model.layers.{n}.self_attn", first=4 * n + 1, end=4 * n + 2, outputs={f"mixed {n}": 4 * MIB},
+            family=Family.ATTENTION, statistics={f"probabilities {n}": num_bytes}, keepable=False,
+        )
+        for n in range(2)
+    ]  # fmt: skip
+    build = replace(NATIVE, functions=(*functions, replace(functions[0], family=Family.MM)))
+    (note,) = planned(*layers(), mode="selective", build=build).notes
+    why = "the kernel saves more than it returns" if num_bytes > 2 * MIB else "it draws random numbers"
+    assert note.startswith(f"2 calls of attention run twice, the result not kept: {why}")
+    for other in (build, replace(NATIVE, functions=tuple(replace(f, keepable=True) for f in functions))):
+        assert planned(*layers(), mode="full" if other is build else "selective", build=other).notes == ()
+
+
 # leaves alone
 
 
@@ -240,6 +257,18 @@ def test_layers_that_all_save_nothing():
         "backward; train parameters in or below them, or set activation_checkpoint to off"
     )
     assert error.value.exit_code == 1
+
+
+def test_layers_that_the_model_checkpoints_itself():
+    saves = [replace(save, kind=Kind.PARAMETER) for save in layers()]
+    graph = replace(graph_of(*saves, build=NATIVE), checkpointed=("model.layers.0", "model.layers.1", "model.norm"))
+    with pytest.raises(NothingToCheckpointError) as error:
+        ActivationCheckpoint().run(Plan(graph=graph))
+    assert str(error.value) == (
+        "activation_checkpoint found nothing to recompute in LlamaForCausalLM: 2 of its 2 layers save nothing for "
+        "backward, 2 of them because the model's own forward calls torch.utils.checkpoint there; turn the model's own "
+        "checkpointing off (model.gradient_checkpointing_disable()), or set activation_checkpoint to off"
+    )
 
 
 @pytest.mark.parametrize("parts", [("self_attn",), ("mixer",)])

@@ -168,7 +168,7 @@ SIZES = {"B": 2**-20, "KiB": 2**-10, "MiB": 1, "GiB": 2**10}
 
 def total(text, what):
     """Return a size of the printed totals in MiB, 0 where it is left out."""
-    match = re.search(rf"^  {what} +([\d,.]+) (\w+)", text, re.MULTILINE)
+    match = re.search(rf"^  {what} +([-+]?[\d,.]+) (\w+)", text, re.MULTILINE)
     return float(match[1].replace(",", "")) * SIZES[match[2]] if match else 0
 
 
@@ -176,7 +176,7 @@ def printed_tables(text):
     """Return (number of modules, rows) of each table of a recomputed module; a row is (what, MiB)."""
     titles = re.split(r"^  (?=model\S* .*\n  recompute)", text.partition("All activations")[0], flags=re.MULTILINE)[1:]
     for part in titles:
-        rows = re.findall(r"^  (saved and \w+|held for the replay|results kept|freed) +([\d,.]+)", part, re.MULTILINE)
+        rows = re.findall(r"^  (saved \w+ \w+|held for the replay|results kept|freed) +([\d,.]+)", part, re.MULTILINE)
         count = re.match(r".*\(x(\d+)\)", part)
         yield int(count[1]) if count else 1, [(what, float(size.replace(",", ""))) for what, size in rows]
 
@@ -189,14 +189,17 @@ def test_the_printed_rows_of_a_checkpoint_add_up(options):
     for count, rows in printed_tables(text):
         for what, size in rows:
             sums[what] += count * size
-    assert sums["saved and dropped"] == pytest.approx(total(text, "dropped after forward"), abs=0.2)
+    assert sums["saved and dropped"] == pytest.approx(-total(text, "dropped after forward"), abs=0.2)
     assert sums["saved and dropped"] == pytest.approx(totals.dropped_bytes / 2**20, abs=0.2)
-    assert sums["freed"] == pytest.approx(
-        total(text, "dropped after forward") - total(text, "dropped, but not freed"), abs=0.2
-    )
+    assert sums["freed"] == pytest.approx(sums["saved and dropped"] - total(text, "dropped, but not freed"), abs=0.2)
     assert total(text, "really freed") == pytest.approx(sums["freed"] - total(text, "newly held"), abs=0.2)
+    signed = ("dropped after forward", "dropped, but not freed", "newly held")
+    left = total(text, "saved without the plan") + sum(total(text, what) for what in signed)
+    assert total(text, "left with the plan") == pytest.approx(left, abs=0.2)
+    assert total(text, "really freed") == pytest.approx(total(text, "saved without the plan") - left, abs=0.2)
     assert sums["results kept"] == pytest.approx(total(text, "kept results"), abs=0.2)
     saved = sums["saved and dropped"] + sums["saved and kept"]
+    assert sums["saved in all"] == pytest.approx(saved, abs=0.2)
     in_layers = [t for t in plan.graph.saved if any(t.owner.startswith(key.fqn) for key in plan.decisions)]
     shared = 3 * MIB  # the rotary embedding, which each of four layers saves
     assert saved == pytest.approx(

@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import memopt
 from memopt.errors import GraphCompileError, IncompatibleError, RewriteError
 from memopt.ir import Action, Decision, Plan, RegionKey
+from memopt.passes import ActivationCheckpoint
 from memopt.runtime.rewrite import is_rewritten
 from tests import zoo
 from tests.cases.rewriting import assert_identical, assert_trains_alike, loss_on, trained
@@ -216,7 +217,7 @@ def test_the_graph_of_backward_repeats_what_the_plan_says(mode, backward):
 
 def test_whole_layers_repeat_as_much_as_their_parts():
     model, counts = build("llama", num_hidden_layers=1), Counter()
-    whole = Decision(action=Action.RECOMPUTE, by="hand", why="", policy="full", route="compile", compiles=True)
+    whole = Decision(action=Action.RECOMPUTE, by="hand", why="", policy="full", route="compile")
     graph = memopt.analyze(model, batch("llama"))
     memopt.apply(model, Plan(graph=graph).decide({RegionKey("model.layers.0"): whole}))
     compile_layers(model, counting(counts))
@@ -234,9 +235,11 @@ def test_without_the_flag_every_compiler_is_refused(mode):
     model, inputs = checkpointed("llama", mode, compiles=False), batch("llama")
     layer = layers_of(model)[0]
     for fullgraph in (False, True):
-        with pytest.raises(GraphCompileError, match=r"'model\.layers\.0' is rewritten.*memopt\.undo"):
+        with pytest.raises(
+            GraphCompileError, match=r"'model\.layers\.0' is rewritten.*memopt\.undo.*enable_compile: true"
+        ):
             torch.compile(model, backend="eager", fullgraph=fullgraph)(**inputs)
-    with pytest.raises(GraphCompileError, match="LlamaDecoderLayer"):
+    with pytest.raises(GraphCompileError, match=r"'model\.layers\.0' is rewritten.*or plan with enable_compile: true"):
         layer.compile()
     model.compile(backend="eager")
     with pytest.raises(GraphCompileError):
@@ -248,6 +251,20 @@ def test_without_the_flag_every_compiler_is_refused(mode):
     with pytest.raises(GraphCompileError):
         torch.jit.script(model)
     assert_trains_alike(build("llama"), model, loss_on(inputs))
+
+
+def test_what_is_compiled_before_a_plan_without_the_flag_names_the_flag():
+    model = build("llama")
+    plan = memopt.plan(memopt.analyze(model, batch("llama")), activation_checkpoint="full")
+    with pytest.raises(GraphCompileError, match=r"is compiled already.*plan with enable_compile: true"):
+        memopt.apply(torch.compile(model, backend="eager"), plan)
+
+
+def test_a_model_that_waits_for_its_first_forward_must_run_it_eagerly():
+    model = build("llama")
+    memopt.apply(model, {"activation_checkpoint": "full", "enable_compile": True})
+    with pytest.raises(GraphCompileError, match=r"first training forward.*give memopt\.apply the inputs"):
+        torch.compile(model, backend="eager")(**batch("llama"))
 
 
 def stack(mode, compiles):
@@ -299,6 +316,52 @@ def test_a_forward_beside_the_class_is_refused_and_left_as_it_was():
     with pytest.raises(RewriteError, match=r"'model\.layers\.1\.mlp' has a forward of its own.*enable_compile"):
         memopt.apply(model, plan)
     assert not any(map(is_rewritten, model.modules()))
+
+
+# exported, and called by awkward names
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_model_is_the_one_without_checkpoints(mode, strict):
+    model, inputs = checkpointed("llama", mode), batch("llama")
+    exported = torch.export.export(model, (), inputs, strict=strict)
+    assert not any("checkpoint" in str(node.target) for node in exported.graph.nodes)
+    assert torch.equal(exported.module()(**inputs).loss, build("llama")(**inputs).loss)
+
+
+class Named(nn.Module):
+    """A layer whose arguments have the names of those of torch.utils.checkpoint."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Linear(8, 8)
+
+    def forward(self, x, *, context_fn, debug, use_reentrant, preserve_rng_state, determinism_check, early_stop):
+        x = torch.tanh(self.mlp(x) * context_fn) * use_reentrant + preserve_rng_state
+        return x if debug and early_stop and determinism_check == "default" else x.sin()
+
+
+class NamedStack(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Named() for _ in range(2))
+
+    def forward(self, x):
+        names = {"debug": False, "determinism_check": "none", "early_stop": True, "preserve_rng_state": x.cos()}
+        for layer in self.layers:
+            x = layer(x, context_fn=x, use_reentrant=3.0, **names)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_arguments_may_be_called_like_those_of_torchs_checkpoint(mode):
+    model, x = NamedStack(), torch.randn(4, 8)
+    pass_ = ActivationCheckpoint(mode=mode, compiles=True)
+    memopt.apply(model, memopt.plan(memopt.analyze(model, x), passes=[pass_]))
+    compiled, plain = torch.compile(model, backend="aot_eager", fullgraph=True), NamedStack()
+    assert_identical(trained(plain, lambda m: m(x)), trained(model, lambda m: compiled(x)))
 
 
 # copied, saved, undone
