@@ -63,8 +63,8 @@ class Attributes:
 
     def __init__(self, snapshot: Snapshot, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._snapshot = snapshot
-        self._parameters = (*snapshot.parameters, *parameters)
-        self._parameter_versions = [version_of(p) for p in self._parameters]
+        self.parameters = (*snapshot.parameters, *parameters)
+        self._parameter_versions = [version_of(p) for p in self.parameters]
         self._buffer_versions = [version_of(b) for _, _, b in snapshot.buffers]
         self._clones: dict[Buffer, torch.Tensor] = {}
 
@@ -86,7 +86,7 @@ class Attributes:
 
     def check_parameters(self, fqn: str) -> None:
         """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
-        for parameter, version in zip(self._parameters, self._parameter_versions, strict=True):
+        for parameter, version in zip(self.parameters, self._parameter_versions, strict=True):
             if (now := version_of(parameter)) != version:
                 raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, now, what="a parameter of")
 

@@ -16,6 +16,7 @@ from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
 from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
 from memopt.runtime.replay.hooks import HookRecord
+from memopt.runtime.replay.proof import Record, Samples
 from memopt.runtime.replay.results import Results
 from memopt.runtime.replay.selective import Keeping, Standing
 from memopt.runtime.replay.surroundings import Surroundings
@@ -33,6 +34,10 @@ class Known:
     """By the number of saves of a forward, whether its replay may end with the last of them."""
     learns: bool = True
     """Whether the next call finds that out."""
+    is_proven: bool = False
+    """Whether a replay was seen to compute what its forward did."""
+    reads_inside: bool = False
+    """Whether a backward runs inside of the forward."""
     snapshot: Snapshot | None = None
 
     def forget(self) -> None:
@@ -40,6 +45,12 @@ class Known:
         self.arguments = self.buffers = None
         self.stops_early.clear()
         self.learns = True
+        self.is_proven = False
+
+    @property
+    def records(self) -> bool:
+        """Whether the next call holds what it saves until its forward ends."""
+        return self.learns or self.reads_inside or not self.is_proven
 
 
 def run_checkpointed(
@@ -90,17 +101,19 @@ class _Call:
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
         self._results: Results | None = None
+        self._samples: Samples | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward for the first time."""
         self._arguments.clone(self._known.arguments)
         self._attributes.clone(self._known.buffers)
-        frame = Frame(self._fqn)
+        record = Record() if self._known.records else None
+        frame = Frame(self._fqn, record)
         keeping = None
-        pack: Callable[[torch.Tensor], Handle] = frame.pack_and_learn if self._known.learns else frame.pack
+        pack: Callable[[torch.Tensor], Handle] = frame.pack_and_record if record else frame.pack
         if self._policy.always or self._policy.alternate:
             self._results = Results(self._policy, frame)
-            keeping = Keeping(self._results, frame, learns=self._known.learns)
+            keeping = Keeping(self._results, frame, pack)
             pack = keeping.pack
         with (
             self._hooks.recording(),
@@ -108,17 +121,17 @@ class _Call:
             keeping or nullcontext(),
         ):
             output = self._forward(*args, **kwargs)
-        self._close(frame)
+        self._close(frame, record)
         return output
 
-    def _close(self, frame: Frame) -> None:
+    def _close(self, frame: Frame, record: Record | None) -> None:
         known = self._known
         written = self._arguments.close(learns=known.arguments is None)
         known.arguments = written | (known.arguments or frozenset())
         changed = self._attributes.close(learns=known.buffers is None)
         known.buffers = changed | (known.buffers or frozenset())
-        if known.learns:
-            known.stops_early[frame.num_saves] = not frame.fills_late()
+        if record:
+            self._learn(frame, record)
         known.learns = frame.num_saves not in known.stops_early
         self._counters.checkpointed_calls += 1
         num_needed = frame.num_saves
@@ -127,6 +140,15 @@ class _Call:
             self._counters.kept_results_bytes += self._results.num_bytes(frame)
         stops_early = known.stops_early.get(frame.num_saves, False)
         frame.close(self, last_needed=num_needed - 1 if stops_early else None)
+
+    def _learn(self, frame: Frame, record: Record) -> None:
+        """Note what the saves of this call tell of the next ones, and what its own replay has to compute."""
+        known = self._known
+        if known.learns:
+            known.stops_early[frame.num_saves] = not record.fills_late()
+        known.reads_inside = known.reads_inside or record.was_read
+        if known.learns or not known.is_proven:
+            self._samples = record.samples(self._attributes.parameters, frame.released)
 
     def check(self) -> None:
         """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
@@ -146,6 +168,10 @@ class _Call:
             if self._results:
                 stack.enter_context(Standing(self._results, filling))
             filling.run(functools.partial(self._forward, *args, **kwargs))
+        if self._samples:
+            self._samples.check(self._fqn, filling.filled)
+            self._samples = None
+            self._known.is_proven = True
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ Both modes work on the functions that Python calls, not on the operators behind 
 and a replay does without the whole function. What a kept function saves is made anew from its operands.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,11 +20,11 @@ from memopt.runtime.replay.results import Function, Result, Results, result_of_c
 class Keeping(TorchFunctionMode):
     """Keep results while a region's forward runs."""
 
-    def __init__(self, results: Results, frame: Frame, *, learns: bool) -> None:
+    def __init__(self, results: Results, frame: Frame, drop: Callable[[torch.Tensor], Handle]) -> None:
         super().__init__()
         self._results = results
         self._frame = frame
-        self._drop = frame.pack_and_learn if learns else frame.pack
+        self._drop = drop
         self._gate: list[tuple[int, torch.Tensor]] | None = None
         """What is saved inside an expensive function, while one runs."""
 
