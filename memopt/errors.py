@@ -161,10 +161,9 @@ class ReplayError(MemoptError, RuntimeError):
 
 
 class BackwardInsideError(MemoptError, RuntimeError):
-    """A backward inside of a checkpointed region's forward, in a call that did not expect one."""
+    """A backward inside of a checkpointed region's forward that a replay cannot do again."""
 
-    def __init__(self, fqn: str) -> None:
+    def __init__(self, fqn: str, what: str) -> None:
         super().__init__(
-            f"the forward of {fqn!r} runs a backward inside of it, and did not in its first call: "
-            "let it do so in every call, or take the module out of the plan"
+            f"the forward of {fqn!r} runs a backward inside of it that {what}, or take the module out of the plan"
         )

@@ -103,6 +103,11 @@ class Frame:
         if self._guards.pop(position, None) is not None:
             self._values[position] = None
 
+    def drop_all(self) -> None:
+        """Leave everything that was kept to the replay."""
+        for position in list(self._guards):
+            self.drop(position)
+
     def guard_of(self, position: int) -> Guard | None:
         """Return what guards a kept tensor that is still wanted."""
         return self._guards.get(position)
@@ -160,7 +165,7 @@ class Frame:
     def _begin(self, backward: int) -> None:
         """Look at the parameters when backward comes to the region: an optimizer may step in backward, one by one."""
         if self._again is None:
-            raise BackwardInsideError(self.fqn)
+            raise BackwardInsideError(self.fqn, "did not in its first call: let every call do so")
         self._again.check()
         self.end()
         if backward != _NO_BACKWARD:

@@ -5,7 +5,7 @@ anything else that it changes (an iterator, an array, a cache) saves other value
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ _NUM_VALUES = 64
 _TOLERANCE = 0.02
 """How far apart, by norm: kernels that add in any order differ in their last bits, in bfloat16 by a percent."""
 _MAX_UNLIKE = 0.1
-"""What part of the integers or flags may differ, of `_FEW` or more: some follow from numbers that differ in their last bits."""
+"""What part of the integers or flags may differ, where they are not few: some follow from such last bits."""
 _FEW = 8
 _INTEGERS = (torch.bool, torch.int8, torch.int16, torch.int32, torch.int64)
 """Not uint8: those are a kernel's own notes, and only partly filled."""
@@ -42,7 +42,9 @@ class _Save(NamedTuple):
 class Record:
     """All that a region's forward saves, while it runs, in a call that learns."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: tuple[torch.Tensor, ...]) -> None:
+        self._parameters = parameters
+        self._grads: list[tuple[torch.Tensor | None, int]] = []
         self._saves: list[_Save] = []
         self._last: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
         self.was_read = False
@@ -58,19 +60,30 @@ class Record:
 
     def read(self, position: int) -> torch.Tensor:
         """Return a saved tensor to a backward inside the forward."""
-        self.was_read = True
+        if not self.was_read:
+            self.was_read = True
+            self._grads = self._grads_now()
         return self._saves[position].tensor
+
+    def adds_to_grads(self) -> bool:
+        """Tell whether the backward inside the forward was one that adds to gradients, as `torch.autograd.grad` does not."""
+        pairs = zip(self._grads_now(), self._grads, strict=True)
+        return self.was_read and any(now is not then or version != before for (now, version), (then, before) in pairs)
+
+    def _grads_now(self) -> list[tuple[torch.Tensor | None, int]]:
+        return [(p.grad, -1 if p.grad is None else version_of(p.grad)) for p in self._parameters]
 
     def fills_late(self) -> bool:
         """Tell whether one of the last saves was filled after it was made: RReLU's noise is."""
         return any(not torch.equal(tensor, before) for tensor, before in self._last)
 
-    def samples(self, parameters: Iterable[torch.Tensor], released: Collection[int]) -> "Samples":
+    def samples(self, released: Collection[int]) -> "Samples":
         """Return a few values of each tensor, now that all are filled; the host does not wait for them."""
-        return Samples(dict(self._worth_a_sample(storage_keys(parameters), released)))
+        return Samples(dict(self._worth_a_sample(released)))
 
-    def _worth_a_sample(self, parameters: frozenset[int], released: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
+    def _worth_a_sample(self, released: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield what is the forward's own: a parameter is not, nor is what was written to after it was saved."""
+        parameters = storage_keys(p for p in self._parameters if type(p) in PLAIN)
         for position, (tensor, version, is_parameter) in enumerate(self._saves):
             if is_parameter or position in released or version_of(tensor) != version or not _has_values(tensor):
                 continue
@@ -124,6 +137,8 @@ def _has_values(tensor: torch.Tensor) -> bool:
     """Tell whether a tensor's storage holds values that can be compared; FSDP takes it away."""
     if type(tensor) not in PLAIN or tensor.layout is not torch.strided or is_odd(tensor):
         return False
+    if tensor.dtype is torch.int64 and tensor.numel() <= 2:
+        return False  # fused attention saves a seed and an offset, and leaves them unset without dropout
     is_float = tensor.is_floating_point() and tensor.dtype.itemsize > 1
     return (is_float or tensor.dtype in _INTEGERS) and tensor.untyped_storage().nbytes() > 0
 

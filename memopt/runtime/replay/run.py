@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.errors import BackwardInsideError
 from memopt.ir import OP_POLICIES
 from memopt.runtime.counters import Counters
 from memopt.runtime.region import Region, habits_of
@@ -107,11 +108,11 @@ class _Call:
         """Run the forward for the first time."""
         self._arguments.clone(self._known.arguments)
         self._attributes.clone(self._known.buffers)
-        record = Record() if self._known.records else None
+        record = Record(self._attributes.parameters) if self._known.records else None
         frame = Frame(self._fqn, record)
         keeping = None
         pack: Callable[[torch.Tensor], Handle] = frame.pack_and_record if record else frame.pack
-        if self._policy.always or self._policy.alternate:
+        if (self._policy.always or self._policy.alternate) and not self._known.reads_inside:
             self._results = Results(self._policy, frame)
             keeping = Keeping(self._results, frame, pack)
             pack = keeping.pack
@@ -146,9 +147,20 @@ class _Call:
         known = self._known
         if known.learns:
             known.stops_early[frame.num_saves] = not record.fills_late()
-        known.reads_inside = known.reads_inside or record.was_read
+        if record.was_read:
+            self._allow_backward_inside(frame, record)
         if known.learns or not known.is_proven:
-            self._samples = record.samples(self._attributes.parameters, frame.released)
+            self._samples = record.samples(frame.released)
+
+    def _allow_backward_inside(self, frame: Frame, record: Record) -> None:
+        """Keep no results: they have no graph, through which the backward goes in the replay too."""
+        if record.adds_to_grads():
+            raise BackwardInsideError(
+                self._fqn, "adds to .grad, as the replay would do again: call torch.autograd.grad"
+            )
+        self._known.reads_inside = True
+        self._results = None
+        frame.drop_all()
 
     def check(self) -> None:
         """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
