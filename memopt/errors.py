@@ -165,5 +165,5 @@ class BackwardInsideError(MemoptError, RuntimeError):
 
     def __init__(self, fqn: str, what: str) -> None:
         super().__init__(
-            f"the forward of {fqn!r} runs a backward inside of it that {what}, or take the module out of the plan"
+            f"the forward of {fqn!r} runs a backward inside of it, which {what}, or take the module out of the plan"
         )

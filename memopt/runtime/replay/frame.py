@@ -6,7 +6,7 @@ looks at every one, so that they are as bare as can be: what there is to know li
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -133,7 +133,7 @@ class Frame:
         """Return a saved tensor, computed again with all that is missing around it."""
         with self._lock:
             if self._record is not None:
-                return self._record.read(position)
+                return self._record.read(self.fqn, position)
             self._make_room()
             task = torch._C._current_graph_task_id()
             if task == _NO_BACKWARD or task != self._backward:
@@ -155,9 +155,9 @@ class Frame:
         if position not in self._released:
             self._values[position] = tensor.detach()
 
-    def values_of(self, positions: Iterable[int]) -> dict[int, torch.Tensor]:
-        """Return what is there of some saved tensors."""
-        return {n: value for n in positions if (value := self._values[n]) is not None}
+    def computed(self) -> dict[int, torch.Tensor]:
+        """Return what was computed again in this backward, by position."""
+        return {n: value for n in self._computed if (value := self._values[n]) is not None}
 
     def _make_room(self) -> None:
         self._values += [None] * (len(self._looks) - len(self._values))
@@ -191,23 +191,17 @@ class Filling:
     """One replay: give the frame what it misses as the forward saves it again, by position."""
 
     def __init__(self, frame: Frame, missing: set[int], last_needed: int | None) -> None:
-        self._frame = frame
+        self.frame = frame
         self._missing = missing
-        self._wanted = frozenset(missing)
         self._last_needed = last_needed
         self._position = 0
-
-    @property
-    def filled(self) -> dict[int, torch.Tensor]:
-        """What the replay has computed, by position."""
-        return self._frame.values_of(self._wanted)
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take one saved tensor: the hook that autograd calls in the replay."""
         if not self._missing:
             raise _Filled(self)  # not before: the operation that saves a tensor may fill it after that
         if self._position in self._missing:
-            self._frame.fill(self._position, tensor)
+            self.frame.fill(self._position, tensor)
             self._missing.remove(self._position)
         self.skip()
         return tensor.detach()

@@ -5,17 +5,15 @@ anything else that it changes (an iterator, an array, a cache) saves other value
 """
 
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from typing import NamedTuple
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
-from memopt.errors import ReplayError
+from memopt.errors import BackwardInsideError, ReplayError, SavedTensorModifiedError
 from memopt.operands import PLAIN
 from memopt.runtime.replay.arguments import version_of
-from memopt.tensors import is_odd, storage_keys
+from memopt.tensors import is_odd
 
 _LAST = 16
 """Of this many last saves without a gradient it is looked whether their operation fills them after it saves them."""
@@ -33,37 +31,37 @@ _looks: dict[int, tuple[torch.Size, torch.dtype]] = {}
 """What the hash of a save's looks stands for."""
 
 
-class _Save(NamedTuple):
-    tensor: torch.Tensor
-    version: int
-    is_parameter: bool
-
-
 class Record:
-    """All that a region's forward saves, while it runs, in a call that learns."""
+    """What a region's forward saves, while it runs, in a call that learns; all of it, or what tells of late filling."""
 
-    def __init__(self, parameters: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, parameters: tuple[torch.Tensor, ...], *, holds: bool) -> None:
+        self._holds = holds
         self._parameters = parameters
         self._grads: list[tuple[torch.Tensor | None, int]] = []
-        self._saves: list[_Save] = []
+        self._saves: list[tuple[torch.Tensor, int]] = []
         self._last: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
         self.was_read = False
         """Whether a backward inside the forward has asked for one of them."""
 
     def note(self, tensor: torch.Tensor, look: int) -> None:
-        """Hold one saved tensor, without its graph: with it this would be a cycle."""
+        """Take one saved tensor, without its graph: with it this would be a cycle."""
         _looks.setdefault(look, (tensor.shape, tensor.dtype))
-        is_parameter = isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
-        self._saves.append(_Save(tensor.detach(), version_of(tensor), is_parameter))
+        if self._holds:
+            self._saves.append((tensor.detach(), version_of(tensor)))
         if not tensor.requires_grad:
             self._last.append((tensor, tensor.clone()))
 
-    def read(self, position: int) -> torch.Tensor:
+    def read(self, fqn: str, position: int) -> torch.Tensor:
         """Return a saved tensor to a backward inside the forward."""
+        if not self._holds:
+            raise BackwardInsideError(fqn, "did not in its first call: let every call do so")
         if not self.was_read:
             self.was_read = True
             self._grads = self._grads_now()
-        return self._saves[position].tensor
+        tensor, version = self._saves[position]
+        if (now := version_of(tensor)) != version:
+            raise SavedTensorModifiedError(fqn, tuple(tensor.shape), version, now)
+        return tensor
 
     def adds_to_grads(self) -> bool:
         """Tell whether the backward inside the forward was one that adds to gradients, as `torch.autograd.grad` does not."""
@@ -78,17 +76,12 @@ class Record:
         return any(not torch.equal(tensor, before) for tensor, before in self._last)
 
     def samples(self, released: Collection[int]) -> "Samples":
-        """Return a few values of each tensor, now that all are filled; the host does not wait for them."""
-        return Samples(dict(self._worth_a_sample(released)))
+        """Return a few values of each tensor, now that all are filled; the host does not wait for them.
 
-    def _worth_a_sample(self, released: Collection[int]) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield what is the forward's own: a parameter is not, nor is what was written to after it was saved."""
-        parameters = storage_keys(p for p in self._parameters if type(p) in PLAIN)
-        for position, (tensor, version, is_parameter) in enumerate(self._saves):
-            if is_parameter or position in released or version_of(tensor) != version or not _has_values(tensor):
-                continue
-            if not storage_keys([tensor]) & parameters:
-                yield position, tensor
+        Not of one that was written to since: nobody may ask for it. Parameters too: a forward may write to their ``.data``.
+        """
+        saves = enumerate(self._saves)
+        return Samples({n: t for n, (t, version) in saves if n not in released and version_of(t) == version})
 
 
 class Samples:
@@ -97,7 +90,7 @@ class Samples:
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
         self._places: dict[tuple[int, torch.device], torch.Tensor] = {}
         with torch.no_grad():
-            self._values = {position: self._pick(tensor) for position, tensor in tensors.items()}
+            self._values = {position: self._pick(tensor) for position, tensor in tensors.items() if _has_values(tensor)}
         self._shapes = {position: list(tensor.shape) for position, tensor in tensors.items()}
 
     def check(self, fqn: str, again: Mapping[int, torch.Tensor]) -> None:

@@ -48,10 +48,10 @@ class Known:
         self.learns = True
         self.is_proven = False
 
-    @property
-    def records(self) -> bool:
-        """Whether the next call holds what it saves until its forward ends."""
-        return self.learns or self.reads_inside or not self.is_proven
+    def record(self, parameters: tuple[torch.Tensor, ...]) -> Record | None:
+        """Return what the next call notes its saves in, None where there is nothing to learn."""
+        holds = self.reads_inside or not self.is_proven
+        return Record(parameters, holds=holds) if holds or self.learns else None
 
 
 def run_checkpointed(
@@ -108,7 +108,7 @@ class _Call:
         """Run the forward for the first time."""
         self._arguments.clone(self._known.arguments)
         self._attributes.clone(self._known.buffers)
-        record = Record(self._attributes.parameters) if self._known.records else None
+        record = self._known.record(self._attributes.parameters)
         frame = Frame(self._fqn, record)
         keeping = None
         pack: Callable[[torch.Tensor], Handle] = frame.pack_and_record if record else frame.pack
@@ -149,7 +149,7 @@ class _Call:
             known.stops_early[frame.num_saves] = not record.fills_late()
         if record.was_read:
             self._allow_backward_inside(frame, record)
-        if known.learns or not known.is_proven:
+        if not known.is_proven:
             self._samples = record.samples(frame.released)
 
     def _allow_backward_inside(self, frame: Frame, record: Record) -> None:
@@ -181,7 +181,7 @@ class _Call:
                 stack.enter_context(Standing(self._results, filling))
             filling.run(functools.partial(self._forward, *args, **kwargs))
         if self._samples:
-            self._samples.check(self._fqn, filling.filled)
+            self._samples.check(self._fqn, filling.frame.computed())
             self._samples = None
             self._known.is_proven = True
 
