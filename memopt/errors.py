@@ -171,6 +171,15 @@ class ReplayError(MemoptError, RuntimeError):
 
     def __init__(self, fqn: str, what: str) -> None:
         super().__init__(
-            f"the replay of {fqn!r} {what}; its forward depends on something that memopt does not restore: "
-            "take the module out of the plan"
+            f"the replay of {fqn!r} {what}; its forward depends on something that changes and that memopt does not put back "
+            "(an iterator, a cache, an array, an object): take the module out of the plan, or see Limits in the README"
+        )
+
+
+class BackwardInsideError(MemoptError, RuntimeError):
+    """A backward inside of a checkpointed region's forward that a replay cannot do again."""
+
+    def __init__(self, fqn: str, what: str) -> None:
+        super().__init__(
+            f"the forward of {fqn!r} runs a backward inside of it, which {what}, or take the module out of the plan"
         )

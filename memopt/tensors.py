@@ -48,6 +48,11 @@ def kind_of(tensor: torch.Tensor, parameters: frozenset[int], buffers: frozenset
     return Kind.PARAMETER_CAST if _casts_a_parameter(tensor) else Kind.ACTIVATION
 
 
+def is_odd(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is more, or less, than the values in its storage."""
+    return tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
+
+
 def _casts_a_parameter(tensor: torch.Tensor) -> bool:
     node = tensor.grad_fn
     for _ in range(MAX_CAST_CHAIN + 1):

@@ -11,7 +11,7 @@ from memopt.ir import Action, CheckpointPolicy, Kind
 from memopt.operands import PLAIN
 from memopt.runtime.policy import SWAPS, policy_of
 from memopt.runtime.region import Region
-from memopt.tensors import kind_of, storage_keys
+from memopt.tensors import is_odd, kind_of, storage_keys
 
 
 class Choice:
@@ -27,7 +27,7 @@ class Choice:
         """Decide on one saved tensor."""
         if self._keeps_all or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return False
-        if tensor.device != self._device or _is_odd(tensor):
+        if tensor.device != self._device or is_odd(tensor):
             return False
         if (answer := self._policy(tensor)) not in SWAPS:
             _check_answer(answer)
@@ -38,11 +38,6 @@ class Choice:
     def _storages(self) -> tuple[frozenset[int], frozenset[int]]:
         """The storages of the parameters and buffers, taken in each call anew: FSDP2 unshards only now."""
         return storage_keys(self._module.parameters()), storage_keys(self._module.buffers())
-
-
-def _is_odd(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is more, or less, than the values in its storage."""
-    return tensor.is_nested or tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()
 
 
 def _check_answer(answer: object) -> None:

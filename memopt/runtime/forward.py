@@ -20,7 +20,7 @@ from memopt.runtime.handles import unpack
 from memopt.runtime.module_state import link, state_of
 from memopt.runtime.region import Region, previous_of, region_of
 from memopt.runtime.replay import run_checkpointed
-from memopt.runtime.replay.cache import holds_keys, without_cache
+from memopt.runtime.replay.cache import has_cache, holds_keys, tell_once, without_cache
 from memopt.runtime.roles import Lesson, signature
 
 _OWNERS = frozenset(
@@ -102,7 +102,9 @@ def _run_checkpointed(
 ) -> Any:
     if not module.training or holds_keys(module, args, kwargs):
         return forward(*args, **kwargs)
-    args, kwargs = without_cache(args, kwargs)
+    if has_cache(args, kwargs):
+        tell_once(module)
+        args, kwargs = without_cache(args, kwargs)
     inside = functools.partial(_inside_of, module, forward)
     return run_checkpointed(module, region, inside, args, kwargs, device=device, counters=state_of(module).counters)
 

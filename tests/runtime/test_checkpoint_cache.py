@@ -72,6 +72,19 @@ def test_training_with_the_cache_on_is_training_with_it_off(name, mode):
     assert calls(handle)[0] == calls(handle)[1] == 2 * len(handle.plan.decisions)
 
 
+def test_a_cache_that_stays_empty_is_told_of_once_for_each_model(mode, caplog):
+    inputs = {"input_ids": zoo.batch("llama")["input_ids"]}
+    for number in (1, 2):
+        model, _ = checkpointed(zoo.ZOO["llama"](), mode, **inputs, use_cache=False)
+        model(**inputs, use_cache=False)
+        assert len(caplog.records) == number - 1
+        for _ in range(2):
+            assert model(**inputs, use_cache=True).past_key_values.get_seq_length() == 0
+            assert [record.name for record in caplog.records] == ["memopt"] * number
+    assert "use_cache=True is incompatible with activation checkpointing" in caplog.text
+    assert "pass use_cache=False" in caplog.text
+
+
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_keys_shared_through_a_dict_need_no_downgrade(name, mode):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name, use_cache=False)

@@ -129,8 +129,8 @@ def other_function(n, y):
 
 
 DIFFERENT = {
-    other_shape: "saved a float32 tensor of shape .* where the forward saved another",
-    other_dtype: "saved a float64 tensor of shape .* where the forward saved another",
+    other_shape: "saved a float32 tensor of shape .* where the forward saved a float32 tensor of shape",
+    other_dtype: "saved a float64 tensor of shape .* where the forward saved a float32 tensor of shape",
     fewer: "saved less than the forward did",
 }
 

@@ -107,6 +107,15 @@ def test_less_is_held_and_nothing_in_the_end():
     assert peak["full"] < peak["selective"] < peak["off"]
 
 
+def test_the_step_that_learns_takes_no_more_than_a_few_values(mode):
+    """While one region's forward runs, it holds what that region saves, as its replay does."""
+    model, _ = stack(mode)
+    (first, first_peak, left), _, (later, later_peak, _) = (step_bytes(model) for _ in range(3))
+    assert left == 0
+    assert first - later <= 4 * 20 * 64 * 8, "for each of 4 layers 64 values of 20 tensors or less"
+    assert first_peak <= 1.01 * later_peak
+
+
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gemma3n", "mamba", "bert", "nemotron_h"])
 def test_less_is_held_by_real_models(name):
     inputs = zoo.batch(name, use_cache=False)

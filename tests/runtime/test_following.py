@@ -38,9 +38,9 @@ def watched(monkeypatch):
     seen = []
 
     class Counting(Keeping):
-        def __init__(self, policy, frame, shelf, *, learns):
+        def __init__(self, policy, frame, shelf, drop):
             seen.append(frame.fqn)
-            super().__init__(policy, frame, shelf, learns=learns)
+            super().__init__(policy, frame, shelf, drop)
 
     monkeypatch.setattr(run_module, "Keeping", Counting)
     return seen

@@ -58,6 +58,29 @@ class Counts(Two):
         return self.queue[0] + self.counter["calls"]
 
 
+class CountsDeepInside(Two):
+    def set_up(self):
+        shared = {"calls": 1}
+        self.state = {"all": [shared, (shared, deque([{"calls": 2}]))]}
+        self.state["itself"] = self.state
+
+    def factor(self, x):
+        first, (same, queue) = self.state["itself"]["all"]
+        same["calls"] += 1
+        queue[0]["calls"] += first["calls"]
+        return queue[0]["calls"]
+
+
+class DrawsFromGeneratorInList(Two):
+    def set_up(self):
+        self.generators = []
+
+    def factor(self, x):
+        if not self.generators:
+            self.generators.append({"own": torch.Generator().manual_seed(1)})
+        return torch.randn(8, generator=self.generators[0]["own"])
+
+
 class ForksTheStream(Two):
     def factor(self, x):
         with torch.random.fork_rng(devices=[]):
@@ -119,7 +142,8 @@ def _loss(x):
 @pytest.mark.parametrize(
     "block",
     [
-        WritesToAttribute, WritesToSharedBuffer, Counts, ForksTheStream, PutsTheStreamBack, SeedsAndPutsBack,
+        WritesToAttribute, WritesToSharedBuffer, Counts, CountsDeepInside, DrawsFromGeneratorInList, ForksTheStream,
+        PutsTheStreamBack, SeedsAndPutsBack,
         TrainsStatisticsLater, TriesTwice,
     ],
 )  # fmt: skip
@@ -150,6 +174,50 @@ def test_a_buffer_that_is_written_through_another_is_an_error():
 class TakesWeight(nn.Module):
     def forward(self, x, weight):
         return torch.tanh(functional.linear(x, weight)).square()
+
+
+class ReadOnly(dict):
+    def __setitem__(self, key, value):
+        raise TypeError("read only")
+
+
+class Named(tuple):
+    """A tuple with attributes."""
+
+
+class TakesOddArguments(Two):
+    def forward(self, x, options, queue, named):
+        return super().forward(queue.popleft() * options["scale"]) * named.scale + named[0]
+
+
+class GivesOddArguments(Two):
+    def set_up(self):
+        self.inner = TakesOddArguments()
+
+    def forward(self, x):
+        named = Named((x,))
+        named.scale = 3.0
+        return self.inner(x, ReadOnly(scale=x.detach() + 2), deque([self.a(x)]), named)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_arguments_that_are_odd_containers(policy):
+    torch.manual_seed(0)
+    plain, model = GivesOddArguments(), GivesOddArguments()
+    model.load_state_dict(plain.state_dict())
+    recomputed(model.inner, policy)
+    assert_trains_alike(plain, model, _loss(torch.randn(3, 8)))
+
+
+def test_a_weight_whose_data_was_replaced_before_backward_is_an_error():
+    """Autograd has the old data still, and a replay would not."""
+    _, model = _pair(Two, "full")
+    loss = _loss(torch.randn(3, 8))
+    loss(model).backward()
+    value = loss(model)
+    model[1].a.weight.data = 1.001 * model[1].a.weight.data
+    with pytest.raises(ReplayError, match=r"parameter of shape \[8, 8\] whose .data was replaced"):
+        value.backward()
 
 
 def test_a_weight_that_was_passed_and_written_to_is_an_error():

@@ -1,7 +1,7 @@
 """The arguments of a region's call, kept so that it can be called again with the same values."""
 
 import copy
-from collections import UserDict
+from collections import UserDict, deque
 from collections.abc import Callable, Collection, Iterator, Mapping
 from operator import is_
 from typing import Any
@@ -14,6 +14,8 @@ from memopt.runtime.replay.random_streams import is_generator
 from memopt.tensors import storage_key
 
 _ATOMS = (bool, int, float, str)
+_KEPT = (torch.Tensor, list, tuple, dict, deque, UserDict)
+"""What is kept by value: tensors, and the containers that may hold some."""
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 """What packs and unpacks saved tensors around a region: the user's."""
@@ -62,7 +64,7 @@ class Arguments:
         return args, {name: _rebuilt(node, memo, fqn) for name, node in self._kwargs.items()}
 
     def _node(self, value: Any, memo: dict[int, Any]) -> Any:
-        if not isinstance(value, (torch.Tensor, list, tuple, dict, UserDict)) or isinstance(value, nn.Parameter):
+        if not isinstance(value, _KEPT) or isinstance(value, nn.Parameter):
             if value is not None and type(value) not in _ATOMS and is_generator(value):
                 self.generators.append(value)
             if isinstance(value, nn.Parameter):
@@ -127,13 +129,13 @@ class _Leaf:
 
 
 class _Branch:
-    """A list, tuple or dict as it was when the region was entered."""
+    """A list, tuple, deque or dict as it was when the region was entered."""
 
     __slots__ = ("_children", "_keys", "_original")
 
     def fill(self, value: Any, children: list[Any]) -> None:
         """Take a container's type and keys, and what stands for its children."""
-        self._original = value if isinstance(value, tuple) else copy.copy(value)
+        self._original = copied(value)
         self._keys = list(value) if isinstance(value, (dict, UserDict)) else None
         self._children = children
 
@@ -143,11 +145,10 @@ class _Branch:
             made = [_rebuilt(child, memo, fqn) for child in self._children]
             if all(map(is_, made, self._original)):
                 return self._original  # a class of tuples may not be made as easily as tuples are
-            kind = type(self._original)
-            return kind(*made) if hasattr(kind, "_fields") else kind(made)
-        again = memo[id(self)] = copy.copy(self._original)
+            return like(self._original, made)
+        again = memo[id(self)] = copied(self._original)
         for key, child in zip(self._keys or range(len(self._children)), self._children, strict=True):
-            again[key] = _rebuilt(child, memo, fqn)
+            _put(again, key, _rebuilt(child, memo, fqn))
         return again
 
 
@@ -159,6 +160,40 @@ def version_of(tensor: torch.Tensor) -> int:
 def differs(tensor: torch.Tensor, version: int, before: torch.Tensor) -> bool:
     """Tell whether a tensor has changed since; batch_norm writes to its statistics without counting that."""
     return version_of(tensor) != version or not torch.equal(tensor, before)
+
+
+def copied(container: Any) -> Any:
+    """Return a copy of a container that somebody may change; a dict that is read only is so for its users."""
+    if isinstance(container, tuple):
+        return container
+    try:
+        return copy.copy(container)
+    except (TypeError, AttributeError):
+        if not isinstance(container, dict):
+            raise
+        again = type(container).__new__(type(container))
+        dict.update(again, container)
+        return again
+
+
+def like(original: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    """Return a tuple of the same class and with the same attributes as another."""
+    kind: Any = type(original)
+    made = kind(*items) if hasattr(kind, "_fields") else kind(items)
+    getattr(made, "__dict__", {}).update(getattr(original, "__dict__", {}))
+    return made  # type: ignore[no-any-return]
+
+
+def _put(container: Any, key: Any, value: Any) -> None:
+    """Put an item into a copy of a container."""
+    if container[key] is value:
+        return
+    try:
+        container[key] = value
+    except (TypeError, AttributeError):
+        if not isinstance(container, dict):
+            raise
+        dict.__setitem__(container, key, value)
 
 
 def _children(value: Any) -> Iterator[Any]:

@@ -2,7 +2,6 @@
 
 import copy
 import weakref
-from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -13,12 +12,11 @@ from torch import nn
 
 from memopt.errors import ReplayError, SavedTensorModifiedError
 from memopt.runtime.replay.arguments import differs, version_of
-from memopt.runtime.replay.random_streams import is_generator
+from memopt.runtime.replay.contents import Contents
 from memopt.tensors import storage_key
 
 _TORCH_ITSELF = frozenset(nn.Module().__dict__) - {"training"}
 """The attributes by which torch keeps parameters, buffers, children and hooks."""
-_CONTAINERS = (list, dict, set, deque)
 _MISSING = object()
 
 Buffer = tuple[str, str]
@@ -31,12 +29,13 @@ class Snapshot:
     def __init__(self, module: nn.Module) -> None:
         self.owners = tuple(_Owner(name, child) for name, child in module.named_modules())
         self.parameters = tuple(p for owner in self.owners for p in owner.parameters.values() if p is not None)
+        self.plain_parameters = tuple(p for p in self.parameters if _stays_in_place(p))
         self.buffers = tuple((owner, key, b) for owner in self.owners for key, b in owner.tensors())
-        self.generators = tuple(v for owner in self.owners for v in owner.attributes.values() if is_generator(v))
+        self.contents = Contents(v for o in self.owners for k, v in o.attributes.items() if k not in _TORCH_ITSELF)
+        self.generators = self.contents.generators
         self.is_lasting = all(p.is_leaf for p in self.parameters)
         """Whether it may be kept beyond a call: with it a graph would be kept that made the parameters."""
         self._carried = self._flat()
-        self._with_contents = tuple(owner for owner in self.owners if owner.contents)
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the modules."""
@@ -45,11 +44,7 @@ class Snapshot:
     def holds(self) -> bool:
         """Tell whether the modules carry the very same objects still, under the same names."""
         now = self._flat()
-        return (
-            len(now) == len(self._carried)
-            and all(map(is_, now, self._carried))
-            and all(map(_Owner.is_same, self._with_contents))
-        )
+        return len(now) == len(self._carried) and all(map(is_, now, self._carried)) and self.contents.holds()
 
     def _flat(self) -> list[Any]:
         """Return the names and values of all that the modules carry. One list: this is in every call."""
@@ -67,8 +62,10 @@ class Attributes:
 
     def __init__(self, snapshot: Snapshot, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._snapshot = snapshot
-        self._parameters = (*snapshot.parameters, *parameters)
-        self._parameter_versions = [version_of(p) for p in self._parameters]
+        self.parameters = (*snapshot.parameters, *parameters)
+        self._parameter_versions = [version_of(p) for p in self.parameters]
+        self._storages = [storage_key(p) for p in snapshot.plain_parameters]
+        self._plain_parameters = snapshot.plain_parameters
         self._buffer_versions = [version_of(b) for _, _, b in snapshot.buffers]
         self._clones: dict[Buffer, torch.Tensor] = {}
 
@@ -89,10 +86,18 @@ class Attributes:
         return frozenset((owner.name, key) for owner, key, _ in self._changed_buffers())
 
     def check_parameters(self, fqn: str) -> None:
-        """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
-        for parameter, version in zip(self._parameters, self._parameter_versions, strict=True):
+        """Raise an error if a parameter is not what the forward used.
+
+        ReplayError where other data was put into it, since autograd, which still has the old, would not mind.
+        """
+        for parameter, version in zip(self.parameters, self._parameter_versions, strict=True):
             if (now := version_of(parameter)) != version:
                 raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, now, what="a parameter of")
+        for parameter, storage in zip(self._plain_parameters, self._storages, strict=True):
+            if storage_key(parameter) != storage:
+                raise ReplayError(
+                    fqn, f"needs a parameter of shape {list(parameter.shape)} whose .data was replaced since"
+                )
 
     def check_buffers(self, fqn: str) -> None:
         """Raise an error for what the replay cannot put back.
@@ -116,9 +121,10 @@ class Attributes:
         try:
             if not self._snapshot.holds():
                 now = tuple(_Owner(owner.name, owner.module) for owner in then)
+                memo: dict[int, Any] = {}
                 for owner in then:
                     owner.put()
-                    owner.put_contents()
+                    owner.put_contents(self._snapshot.contents, memo)
             again: dict[int, torch.Tensor] = {}
             for owner, key, buffer in self._changed_buffers():
                 if id(buffer) not in again:  # one tensor may have several names
@@ -155,7 +161,7 @@ class Attributes:
 class _Owner:
     """One module of a region and what it carries."""
 
-    __slots__ = ("_module", "attributes", "buffers", "children", "contents", "name", "parameters")
+    __slots__ = ("_module", "attributes", "buffers", "children", "name", "parameters")
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -164,11 +170,6 @@ class _Owner:
         self.parameters = dict(module._parameters)
         self.buffers = dict(module._buffers)
         self.children = dict(module._modules)
-        self.contents = {
-            key: copy.copy(value)
-            for key, value in self.attributes.items()
-            if isinstance(value, _CONTAINERS) and key not in _TORCH_ITSELF
-        }
 
     @property
     def module(self) -> nn.Module:
@@ -185,7 +186,6 @@ class _Owner:
             and _is_same(module._parameters, self.parameters)
             and _is_same(module._buffers, self.buffers)
             and _is_same(module._modules, self.children)
-            and (not self.contents or all(_holds_same(module.__dict__[k], v) for k, v in self.contents.items()))
         )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -231,11 +231,16 @@ class _Owner:
             if (after and present is after.parameters.get(key)) or _may_replace(parameter, present):
                 module._parameters[key] = parameter
 
-    def put_contents(self) -> None:
-        """Make the containers that have changed hold what they held, in copies."""
-        for key, content in self.contents.items():
-            if not _holds_same(self.attributes[key], content):
-                self.module.__dict__[key] = copy.copy(content)
+    def put_contents(self, contents: Contents, memo: dict[int, Any]) -> None:
+        """Make the containers hold what they held, in copies."""
+        for key, value in self.attributes.items():
+            if key not in _TORCH_ITSELF and (again := contents.again(value, memo)) is not value:
+                self.module.__dict__[key] = again
+
+
+def _stays_in_place(parameter: torch.Tensor) -> bool:
+    """Tell whether a parameter keeps its storage from forward to backward; DeepSpeed's are gathered into new ones."""
+    return type(parameter) is nn.Parameter and parameter.layout is torch.strided and not hasattr(parameter, "ds_id")
 
 
 def _may_replace(wanted: torch.Tensor | None, present: torch.Tensor | None) -> bool:
@@ -271,12 +276,3 @@ def _put(target: dict[str, Any], wanted: dict[str, Any]) -> None:
 def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     """Tell whether two dicts hold the very same objects in the same order."""
     return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))
-
-
-def _holds_same(container: Any, content: Any) -> bool:
-    """Tell whether a container still holds the very same items."""
-    if type(container) is not type(content) or len(container) != len(content):
-        return False
-    if isinstance(content, dict):
-        return _is_same(container, content)
-    return bool(container == content) if isinstance(content, set) else all(map(is_, container, content))

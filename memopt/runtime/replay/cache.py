@@ -1,9 +1,15 @@
 """Keep a key-value cache out of a checkpointed region: a replay would write to it a second time."""
 
+import logging
 from collections.abc import Mapping
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import nn
+
+_logger = logging.getLogger("memopt")
+_told: WeakValueDictionary[int, Any] = WeakValueDictionary()
+"""The models whose users know of a dropped cache, each by its configuration."""
 
 
 def holds_keys(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -17,12 +23,29 @@ def holds_keys(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, An
 
 def without_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return the arguments of a training forward: no empty cache to be filled for nothing; the config stays as it is."""
-    if not any(_is_cache(value) for value in (*args, *kwargs.values())):
+    if not has_cache(args, kwargs):
         return args, dict(kwargs)
     kept = {name: None if _is_cache(value) else value for name, value in kwargs.items()}
     if kept.get("use_cache"):
         kept["use_cache"] = False
     return tuple(None if _is_cache(value) else value for value in args), kept
+
+
+def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether there is a cache among the arguments."""
+    return any(_is_cache(value) for value in (*args, *kwargs.values()))
+
+
+def tell_once(module: nn.Module) -> None:
+    """Say that a cache stays empty, as transformers does under its own checkpointing: once for each model."""
+    configs = (child.__dict__.get("config") for child in module.modules())
+    model = next((config for config in configs if config is not None), type(module))
+    if _told.get(id(model)) is not model:
+        _told[id(model)] = model
+        _logger.warning(
+            "use_cache=True is incompatible with activation checkpointing: the cache stays empty while the model trains; "
+            "pass use_cache=False, or train on a cache that a forward under torch.no_grad() has filled"
+        )
 
 
 def _is_cache(value: Any) -> bool:

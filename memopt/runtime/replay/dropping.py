@@ -1,5 +1,6 @@
 """Keep nothing of a region's forward: what the full mode does."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
@@ -25,9 +26,9 @@ class Watch(Protocol):
 class Dropping:
     """Drop all saves."""
 
-    def __init__(self, frame: Frame, *, learns: bool) -> None:
+    def __init__(self, frame: Frame, pack: Callable[[torch.Tensor], Handle]) -> None:
         self._frame = frame
-        self.pack = frame.pack_and_learn if learns else frame.pack
+        self.pack = pack
 
     def active(self) -> AbstractContextManager[None]:
         """Watch nothing."""

@@ -6,14 +6,14 @@ looks at every one, so that they are as bare as can be: what there is to know li
 
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo.eval_frame import skip_code
 
-from memopt.errors import ReplayError
+from memopt.errors import BackwardInsideError, ReplayError
+from memopt.runtime.replay.proof import Record, described, look_of
 
 
 class Again(Protocol):
@@ -27,8 +27,6 @@ class Again(Protocol):
 
 
 _NO_BACKWARD = -1
-_LAST = 16
-"""Of this many last saves without a gradient it is looked whether their operation fills them after it saves them."""
 
 
 class Guard(Protocol):
@@ -54,10 +52,10 @@ class Handle:
 class Frame:
     """The saves of one region in one forward call. Handles own it, and it knows them by position only."""
 
-    def __init__(self, fqn: str) -> None:
+    def __init__(self, fqn: str, record: Record | None = None) -> None:
         self.fqn = fqn
-        self.learned: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
-        """In a call that learns, the last saves without a gradient and what was in them."""
+        self._record = record
+        """What is saved, while the forward of a call that learns runs."""
         self._looks: list[int] = []
         self._values: list[torch.Tensor | None] = []
         self._guards: dict[int, Guard] = {}
@@ -79,21 +77,23 @@ class Frame:
         """Return what the saves look like, in order: equal numbers stand for equal shapes and types."""
         return self._looks
 
+    @property
+    def released(self) -> set[int]:
+        """The positions that nobody wants any more."""
+        return self._released
+
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Drop one saved tensor: the hook that autograd calls in the region's forward."""
         looks = self._looks
         looks.append(hash((tensor.shape, tensor.dtype)))
         return Handle(self, len(looks) - 1)
 
-    def pack_and_learn(self, tensor: torch.Tensor) -> Handle:
-        """Drop one saved tensor, in a call that learns."""
-        if not tensor.requires_grad:
-            self.learned.append((tensor, tensor.clone()))
-        return self.pack(tensor)
-
-    def fills_late(self) -> bool:
-        """Tell, in a call that learns, whether one of the last saves was filled after it was made: RReLU's noise is."""
-        return any(not torch.equal(tensor, before) for tensor, before in self.learned)
+    def pack_and_record(self, tensor: torch.Tensor) -> Handle:
+        """Drop one saved tensor when the forward has ended."""
+        assert self._record is not None
+        handle = self.pack(tensor)
+        self._record.note(tensor, self._looks[handle.position])
+        return handle
 
     def keep(self, position: int, tensor: torch.Tensor, guard: Guard) -> None:
         """Hold a saved tensor, which then need not be computed again."""
@@ -106,6 +106,11 @@ class Frame:
         """Leave a tensor that was kept to the replay."""
         if self._guards.pop(position, None) is not None:
             self._values[position] = None
+
+    def drop_all(self) -> None:
+        """Leave everything that was kept to the replay."""
+        for position in list(self._guards):
+            self.drop(position)
 
     def guard_of(self, position: int) -> Guard | None:
         """Return what guards a kept tensor that is still wanted."""
@@ -123,7 +128,7 @@ class Frame:
 
         With the save `last_needed` a replay may end at once; None where an operation may fill it after that.
         """
-        self.learned.clear()
+        self._record = None
         self._make_room()
         self._again = again
         self._last_needed = last_needed
@@ -131,6 +136,8 @@ class Frame:
     def value_of(self, position: int) -> torch.Tensor:
         """Return a saved tensor, computed again with all that is missing around it."""
         with self._lock:
+            if self._record is not None:
+                return self._record.read(self.fqn, position)
             self._make_room()
             task = torch._C._current_graph_task_id()
             if task == _NO_BACKWARD or task != self._backward:
@@ -147,10 +154,14 @@ class Frame:
     def fill(self, position: int, tensor: torch.Tensor) -> None:
         """Take the tensor of a replay; raises ReplayError if it is not like the one that was dropped."""
         if hash((tensor.shape, tensor.dtype)) != self._looks[position]:
-            found = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
-            raise ReplayError(self.fqn, f"saved {found} where the forward saved another")
+            found, expected = described(tensor.shape, tensor.dtype), look_of(self._looks[position])
+            raise ReplayError(self.fqn, f"saved {found} where the forward saved {expected}")
         if position not in self._released:
             self._values[position] = tensor.detach()
+
+    def computed(self) -> dict[int, torch.Tensor]:
+        """Return what was computed again in this backward, by position."""
+        return {n: value for n in self._computed if (value := self._values[n]) is not None}
 
     def _make_room(self) -> None:
         self._values += [None] * (len(self._looks) - len(self._values))
@@ -158,7 +169,7 @@ class Frame:
     def _begin(self, backward: int) -> None:
         """Look at the parameters when backward comes to the region: an optimizer may step in backward, one by one."""
         if self._again is None:
-            raise ReplayError(self.fqn, "cannot begin, for the forward has not ended: backward runs inside of it")
+            raise BackwardInsideError(self.fqn, "did not in its first call: let every call do so")
         self._again.check()
         self.end()
         if backward != _NO_BACKWARD:
@@ -184,7 +195,7 @@ class Filling:
     """One replay: give the frame what it misses as the forward saves it again, by position."""
 
     def __init__(self, frame: Frame, missing: set[int], last_needed: int | None) -> None:
-        self._frame = frame
+        self.frame = frame
         self._missing = missing
         self._last_needed = last_needed
         self._position = 0
@@ -199,7 +210,7 @@ class Filling:
         if not self._missing:
             raise _Filled(self)  # not before: the operation that saves a tensor may fill it after that
         if self._position in self._missing:
-            self._frame.fill(self._position, tensor)
+            self.frame.fill(self._position, tensor)
             self._missing.remove(self._position)
         self.skip()
         return tensor.detach()
@@ -247,5 +258,5 @@ def unpack(handle: Handle) -> torch.Tensor:
     return handle.frame.value_of(handle.position)
 
 
-for _hook in (Frame.pack, Frame.pack_and_learn, Filling.pack, unpack):
+for _hook in (Frame.pack, Frame.pack_and_record, Filling.pack, unpack):
     skip_code(_hook.__code__)  # a module that is compiled inside a region calls them: they are nothing to compile

@@ -4,7 +4,7 @@ This mode and the one of the replay work on the functions that Python calls, not
 costs two microseconds, and a replay does without the whole function.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,12 +26,12 @@ from memopt.runtime.replay.results import Result, Results, result_of_call
 class Keeping(TorchFunctionMode):
     """Keep results while a region's forward runs."""
 
-    def __init__(self, policy: OpPolicy, frame: Frame, shelf: Shelf, *, learns: bool) -> None:
+    def __init__(self, policy: OpPolicy, frame: Frame, shelf: Shelf, drop: Callable[[torch.Tensor], Handle]) -> None:
         super().__init__()
         self._results = Results(policy, frame)
         self._frame = frame
         self._shelf = shelf
-        self._drop = frame.pack_and_learn if learns else frame.pack
+        self._drop = drop
         self._gate: list[tuple[int, torch.Tensor]] | None = None
         """What is saved inside an expensive function, while one runs."""
 

@@ -50,7 +50,7 @@ def is_generator(value: Any) -> bool:
 def _access_of(value: Any) -> Access | None:
     if isinstance(value, torch.Generator):
         return value.get_state, value.set_state
-    if isinstance(value, random.Random):
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # that one has no state
         return value.getstate, value.setstate
     if type(value).__module__.startswith("numpy.random"):
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memopt.errors import BackwardInsideError
 from memopt.ir import OP_POLICIES
 from memopt.runtime.counters import Counters
 from memopt.runtime.region import Region, habits_of
@@ -16,9 +17,10 @@ from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
 from memopt.runtime.replay.dropping import Dropping, Watch
 from memopt.runtime.replay.following import Following
-from memopt.runtime.replay.frame import Filling, Frame, unpack
+from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
 from memopt.runtime.replay.hooks import HookRecord
 from memopt.runtime.replay.keeping import Keeping
+from memopt.runtime.replay.proof import Record, Samples
 from memopt.runtime.replay.recipes import Recipes, Shelf
 from memopt.runtime.replay.standing import Standing, Standins
 from memopt.runtime.replay.surroundings import Surroundings
@@ -36,6 +38,10 @@ class Known:
     """By the number of saves of a forward, whether its replay may end with the last of them."""
     learns: bool = True
     """Whether the next call finds that out."""
+    is_proven: bool = False
+    """Whether a replay was seen to compute what its forward did."""
+    reads_inside: bool = False
+    """Whether a backward runs inside of the forward."""
     snapshot: Snapshot | None = None
     recipes: Recipes = field(default_factory=Recipes)
     """Of what a selective call keeps."""
@@ -46,6 +52,12 @@ class Known:
         self.stops_early.clear()
         self.recipes = Recipes()
         self.learns = True
+        self.is_proven = False
+
+    def record(self, parameters: tuple[torch.Tensor, ...]) -> Record | None:
+        """Return what the next call notes its saves in, None where there is nothing to learn."""
+        holds = self.reads_inside or not self.is_proven
+        return Record(parameters, holds=holds) if holds or self.learns else None
 
 
 def run_checkpointed(
@@ -97,45 +109,68 @@ class _Call:
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
         self._standins: Standins | None = None
+        self._samples: Samples | None = None
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward for the first time."""
         self._arguments.clone(self._known.arguments)
         self._attributes.clone(self._known.buffers)
-        frame = Frame(self._fqn)
-        watch = self._watch(frame)
+        record = self._known.record(self._attributes.parameters)
+        frame = Frame(self._fqn, record)
+        watch = self._watch(frame, record)
         with (
             self._hooks.recording(),
             torch.autograd.graph.saved_tensors_hooks(watch.pack, unpack),
             watch.active(),
         ):
             output = self._forward(*args, **kwargs)
-        self._close(frame, watch)
+        self._close(frame, watch, record)
         return output
 
-    def _watch(self, frame: Frame) -> Watch:
+    def _watch(self, frame: Frame, record: Record | None) -> Watch:
         policy, known = self._policy, self._known
-        if not policy.always and not policy.alternate:
-            return Dropping(frame, learns=known.learns)
+        pack: Callable[[torch.Tensor], Handle] = frame.pack_and_record if record else frame.pack
+        if known.reads_inside or not (policy.always or policy.alternate):
+            return Dropping(frame, pack)
         shelf = Shelf(known.recipes, (self._arguments.looks(), self._surroundings.looks()), self._snapshot.modules())
-        if known.learns or shelf.recipe is None:
-            return Keeping(policy, frame, shelf, learns=known.learns)
+        if record or shelf.recipe is None:
+            return Keeping(policy, frame, shelf, pack)
         return Following(shelf.recipe, policy, frame, shelf)
 
-    def _close(self, frame: Frame, watch: Watch) -> None:
+    def _close(self, frame: Frame, watch: Watch, record: Record | None) -> None:
         known = self._known
         written = self._arguments.close(learns=known.arguments is None)
         known.arguments = written | (known.arguments or frozenset())
         changed = self._attributes.close(learns=known.buffers is None)
         known.buffers = changed | (known.buffers or frozenset())
-        if known.learns:
-            known.stops_early[frame.num_saves] = not frame.fills_late()
-        known.learns = frame.num_saves not in known.stops_early
-        self._counters.checkpointed_calls += 1
         num_needed, self._standins, num_bytes = watch.close()
-        self._counters.kept_results_bytes += num_bytes
+        if record:
+            self._learn(frame, record)
+        self._counters.checkpointed_calls += 1
+        self._counters.kept_results_bytes += num_bytes if self._standins else 0
+        known.learns = frame.num_saves not in known.stops_early
         stops_early = known.stops_early.get(frame.num_saves, False)
         frame.close(self, last_needed=num_needed - 1 if stops_early else None)
+
+    def _learn(self, frame: Frame, record: Record) -> None:
+        """Note what the saves of this call tell of the next ones, and what its own replay has to compute."""
+        known = self._known
+        if known.learns:
+            known.stops_early[frame.num_saves] = not record.fills_late()
+        if record.was_read:
+            self._allow_backward_inside(frame, record)
+        if not known.is_proven:
+            self._samples = record.samples(frame.released)
+
+    def _allow_backward_inside(self, frame: Frame, record: Record) -> None:
+        """Keep no results: they have no graph, through which the backward goes in the replay too."""
+        if record.adds_to_grads():
+            raise BackwardInsideError(
+                self._fqn, "adds to .grad, as the replay would do again: call torch.autograd.grad"
+            )
+        self._known.reads_inside = True
+        self._standins = None
+        frame.drop_all()
 
     def check(self) -> None:
         """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
@@ -155,6 +190,10 @@ class _Call:
             if self._standins:
                 stack.enter_context(Standing(self._standins, filling))
             filling.run(functools.partial(self._forward, *args, **kwargs))
+        if self._samples:
+            self._samples.check(self._fqn, filling.frame.computed())
+            self._samples = None
+            self._known.is_proven = True
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
