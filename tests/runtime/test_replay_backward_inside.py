@@ -8,7 +8,6 @@ from memopt.errors import BackwardInsideError, SavedTensorModifiedError
 from tests.cases.rewriting import assert_trains_alike, recomputed
 from tests.runtime.checkpoints import MODES
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROWS = torch.randn(3, 8, generator=torch.Generator().manual_seed(0))
 
 

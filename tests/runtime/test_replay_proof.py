@@ -16,8 +16,6 @@ from memopt.errors import ReplayError
 from memopt.runtime.replay.proof import Samples
 from tests.cases.rewriting import assert_identical, recomputed, trained
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Two(nn.Module):
     def __init__(self):
