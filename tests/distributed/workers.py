@@ -17,6 +17,9 @@ from tests import models
 from tests.runtime.engines import cpu_engine, total_stats
 from tests.runtime.steps import SWAP
 
+NUM_STEPS = 4
+"""Of checkpointed models: the first two teach a region what the others use."""
+
 
 @contextlib.contextmanager
 def enter_group(backend, rank, world, port):
@@ -126,7 +129,7 @@ def checkpoint(model, mode):
 
 
 def fsdp2_checkpointed(rank, world, order, mode, mixed, nested):
-    """Three steps of a sharded model beside one that is not rewritten: gradients, and how often weights are gathered."""
+    """Steps of a sharded model beside one that is not rewritten: gradients, and how often weights are gathered."""
     mesh = init_device_mesh("cpu", (world,))
     plain = shard_small(models.llama(num_hidden_layers=2), mesh, mixed, nested)
     model = models.llama(num_hidden_layers=2)
@@ -140,7 +143,7 @@ def fsdp2_checkpointed(rank, world, order, mode, mixed, nested):
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     inputs = models.batch(batch_size=2, seq_length=32, seed=rank)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
-    for _ in range(3):
+    for _ in range(NUM_STEPS):
         num_gathers = []
         for one, optimizer in zip((plain, model), optimizers, strict=True):
             optimizer.zero_grad()
@@ -154,7 +157,7 @@ def fsdp2_checkpointed(rank, world, order, mode, mixed, nested):
         for optimizer in optimizers:
             optimizer.step()
     stats = total_stats(model)
-    assert stats.replayed_calls == stats.checkpointed_calls == 3 * 2
+    assert stats.replayed_calls == stats.checkpointed_calls == NUM_STEPS * 2
     memopt.undo(model)
     assert torch.equal(plain(**inputs).loss, model(**inputs).loss)
 
@@ -181,7 +184,7 @@ class CountingGathers(TorchDispatchMode):
 
 
 def ddp_checkpointed(rank, world, order, mode, accumulate):
-    """Three steps under DDP beside a model that is not rewritten."""
+    """Steps under DDP beside a model that is not rewritten."""
     plain = DistributedDataParallel(models.llama(num_hidden_layers=2))
     model = models.llama(num_hidden_layers=2)
     if order == "before":
@@ -192,7 +195,7 @@ def ddp_checkpointed(rank, world, order, mode, accumulate):
     if order == "first forward":
         memopt.apply(model, {"activation_checkpoint": mode})
     inputs = models.batch(batch_size=2, seq_length=32, seed=rank)
-    for number in range(3):
+    for number in range(NUM_STEPS):
         for one in (plain, model):
             one.zero_grad()
             if accumulate:
@@ -202,4 +205,4 @@ def ddp_checkpointed(rank, world, order, mode, accumulate):
         for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), name
     stats = total_stats(model)
-    assert stats.replayed_calls == stats.checkpointed_calls == 3 * 2 * (1 + accumulate)
+    assert stats.replayed_calls == stats.checkpointed_calls == NUM_STEPS * 2 * (1 + accumulate)

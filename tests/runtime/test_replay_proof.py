@@ -15,19 +15,7 @@ from torch.nn import functional
 from memopt.errors import ReplayError
 from memopt.runtime.replay.proof import Samples
 from tests.cases.rewriting import assert_identical, recomputed, trained
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.set_up()
-
-    def set_up(self):
-        pass
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)) * self.factor(x))
+from tests.runtime.checkpoints import Two
 
 
 class Iterates(Two):

@@ -10,22 +10,7 @@ from torch.nn import functional
 
 from memopt.errors import ReplayError, SavedTensorModifiedError
 from tests.cases.rewriting import assert_trains_alike, recomputed
-
-
-class Two(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.set_up()
-
-    def set_up(self):
-        pass
-
-    def forward(self, x):
-        return self.b(torch.tanh(self.a(x)) * self.factor(x))
-
-    def factor(self, x):
-        return 1
+from tests.runtime.checkpoints import Two
 
 
 class WritesToAttribute(Two):

@@ -1,33 +1,28 @@
-"""Keep the results of expensive functions in a region's forward, so that a replay need not call them.
+"""Keep the results of expensive functions in a region's forward, so that a replay need not call them."""
 
-This mode and the one of the replay work on the functions that Python calls, not on the operators behind them: a call
-costs two microseconds, and a replay does without the whole function.
-"""
-
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
-from memopt.ir import OpPolicy
+from memopt.ir import Family, OpPolicy
 from memopt.operands import looks_of_call, operands_of
-from memopt.operations import FINDERS, cheap, draws, family_of
-from memopt.runtime.contract import refuse_compile
+from memopt.operations import draws
 from memopt.runtime.replay.captures import capturing
 from memopt.runtime.replay.frame import Frame, Handle
+from memopt.runtime.replay.functions import ExpensiveFunctions
 from memopt.runtime.replay.places import Call, Function
 from memopt.runtime.replay.recipes import Shelf
 from memopt.runtime.replay.results import Result, Results, result_of_call
 
 
-class Keeping(TorchFunctionMode):
+class Keeping(ExpensiveFunctions):
     """Keep results while a region's forward runs."""
 
     def __init__(self, policy: OpPolicy, frame: Frame, shelf: Shelf, drop: Callable[[torch.Tensor], Handle]) -> None:
-        super().__init__()
+        super().__init__(policy, frame.fqn)
         self._results = Results(policy, frame)
         self._frame = frame
         self._shelf = shelf
@@ -45,27 +40,19 @@ class Keeping(TorchFunctionMode):
             self._results.note(self._frame, handle.position, tensor)
         return handle
 
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function; keep what the policy names."""
-        if FINDERS.get(func) is cheap:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if torch.compiler.is_compiling():  # a function inside the region: dynamo would take this mode into its graph
-            refuse_compile(self._results.fqn)
-        kwargs = kwargs or {}
-        family = family_of(func, args, kwargs)
-        if family is None or family not in self._results.policy:
-            return func(*args, **kwargs)
+    def _call(self, func: Function, family: Family, args: Any, kwargs: Any) -> Any:
+        """Call a function that the policy names, and keep its result."""
         result = None
         try:
             if self._results.wants(family) and not draws(func, args, kwargs):
-                output, result = self._call(func, args, kwargs)
+                output, result = self._call_in_gate(func, args, kwargs)
             else:
                 output = func(*args, **kwargs)
             return output
         finally:  # a call that fails and is caught counts as well: the replay makes it too
             self._results.add(self._frame, func, result)
 
-    def _call(self, func: Function, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, Result | None]:
+    def _call_in_gate(self, func: Function, args: Any, kwargs: Any) -> tuple[Any, Result | None]:
         operands = operands_of(args, kwargs)
         if operands is None or self._gate is not None:
             return func(*args, **kwargs), None

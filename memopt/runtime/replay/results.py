@@ -40,9 +40,9 @@ class Result:
         """Tell whether nobody has written to it since. A function's output has the version that its users see."""
         return all(tensor._version == version for tensor, version in self.versions)
 
-    def fits(self, operands: list[torch.Tensor] | None) -> bool:
+    def fits(self, operands: list[torch.Tensor]) -> bool:
         """Tell whether what it saves can be made from these operands."""
-        return operands is not None and all(s.fits(operands) for s in self.saves if isinstance(s, Source))
+        return all(s.fits(operands) for s in self.saves if isinstance(s, Source))
 
     def again(self) -> Any:
         """Return the outputs as the function would."""

@@ -6,13 +6,11 @@ What a kept function saves is made anew from its operands.
 from typing import Any, Protocol
 
 import torch
-from torch.overrides import TorchFunctionMode
 
-from memopt.ir import OpPolicy
+from memopt.ir import Family, OpPolicy
 from memopt.operands import Source, operands_of
-from memopt.operations import FINDERS, cheap, family_of
-from memopt.runtime.contract import refuse_compile
 from memopt.runtime.replay.frame import Filling
+from memopt.runtime.replay.functions import ExpensiveFunctions
 from memopt.runtime.replay.places import Function
 from memopt.runtime.replay.results import Result
 
@@ -27,33 +25,24 @@ class Standins(Protocol):
         """Return what stands for a call of the replay, by its number and how many saves were made before it."""
 
 
-class Standing(TorchFunctionMode):
+class Standing(ExpensiveFunctions):
     """Let kept results stand for the functions that a replay calls."""
 
     def __init__(self, results: Standins, filling: Filling) -> None:
-        super().__init__()
+        super().__init__(results.policy, results.fqn)
         self._results = results
         self._filling = filling
         self._number = 0
 
-    def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _call(self, func: Function, family: Family, args: Any, kwargs: Any) -> Any:
         """Return a kept result, or call the function."""
-        if FINDERS.get(func) is cheap:
-            return func(*args, **kwargs) if kwargs else func(*args)
-        if torch.compiler.is_compiling():  # a function inside the region: dynamo would take this mode into its graph
-            refuse_compile(self._results.fqn)
-        kwargs = kwargs or {}
-        family = family_of(func, args, kwargs)
-        if family is None or family not in self._results.policy:
-            return func(*args, **kwargs)
         result = self._results.result_of(self._number, func, self._filling.position, args, kwargs)
         self._number += 1
         if result is None or not result.is_valid():
             return func(*args, **kwargs)
         operands = operands_of(args, kwargs)
-        if not result.fits(operands):
+        if operands is None or not result.fits(operands):
             return func(*args, **kwargs)
-        assert operands is not None
         self._save(result, operands)
         return result.again()
 
