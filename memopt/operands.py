@@ -56,7 +56,17 @@ def source_of(saved: torch.Tensor, operands: list[torch.Tensor]) -> Source | Non
 
 def looks_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what the arguments of a call look like. Equal looks: the function did the same, to other values."""
-    return _look(args), tuple(kwargs), _look(tuple(kwargs.values()))
+    operands = operands_of(args, kwargs)
+    shared = object() if operands is None else _shared(operands)
+    return shared, _look(args), tuple(kwargs), _look(tuple(kwargs.values()))
+
+
+def _shared(operands: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """Return for each operand the first one that lies on its storage, and how far behind that: a source may name it."""
+    keys = [storage_key(operand) for operand in operands]
+    offsets = [int(operand.storage_offset()) for operand in operands]
+    firsts = [keys.index(key) for key in keys]
+    return tuple((first, offset - offsets[first]) for first, offset in zip(firsts, offsets, strict=True))
 
 
 def _look(value: Any) -> Any:
@@ -89,10 +99,10 @@ def _is_cast(saved: torch.Tensor, operand: torch.Tensor) -> bool:
         node = node.next_functions[0][0]
     if node is None or node.name() != "ToCopyBackward0":
         return False
-    source = node.next_functions[0][0]
-    return source is not None and (
-        source is operand.grad_fn if operand.grad_fn is not None else getattr(source, "variable", None) is operand
-    )
+    source, output = node.next_functions[0]
+    if operand.grad_fn is None:
+        return getattr(source, "variable", None) is operand
+    return source is operand.grad_fn and output == operand.output_nr  # chunks of one tensor have one grad_fn
 
 
 def _flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:
