@@ -46,7 +46,11 @@ def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.
 
 def source_of(saved: torch.Tensor, operands: list[torch.Tensor]) -> Source | None:
     """Return where a tensor that was saved in a call came from, None if it was made in the call."""
-    for position, operand in enumerate(operands):
+    extent = _extent_of(saved)
+    by_extent = sorted(
+        enumerate(operands), key=lambda one: _extent_of(one[1]) != extent
+    )  # not another chunk, if it can
+    for position, operand in by_extent:
         shares = storage_key(saved) == storage_key(operand)
         if (shares and saved.dtype is operand.dtype) or _is_cast(saved, operand):
             offset = int(saved.storage_offset()) - int(operand.storage_offset() if shares else 0)
@@ -79,6 +83,10 @@ def _look(value: Any) -> Any:
 
 def _looks_of(operand: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return operand.shape, operand.stride(), operand.dtype
+
+
+def _extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return int(tensor.storage_offset()), tensor.numel()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:

@@ -496,3 +496,30 @@ def test_a_result_of_inference_mode():
     plain, model, _ = stacked("selective", rows(), Inferring(), Inferring())
     for seed in range(4):
         assert_alike(plain, model, rows(), seed)
+
+
+class ProductOf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def forward(self, q, k):
+        return ended(torch.mm(q, k).repeat(ROWS // WIDTH, 1) * self.scale)
+
+
+class Halves(Stack):
+    """Gives its layers two halves of one tensor."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(*x[: 2 * WIDTH].view(2, WIDTH, WIDTH).unbind())
+        return x
+
+
+def test_arguments_of_one_storage_that_hooks_of_the_user_take_apart():
+    torch.manual_seed(0)
+    plain = Halves(ProductOf(), ProductOf())
+    model, _ = checkpointed(plain, "selective", rows())
+    for seed in range(4):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            assert_alike(plain, model, rows(), seed)
