@@ -46,7 +46,11 @@ def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.
 
 def source_of(saved: torch.Tensor, operands: list[torch.Tensor]) -> Source | None:
     """Return where a tensor that was saved in a call came from, None if it was made in the call."""
-    for position, operand in enumerate(operands):
+    extent = _extent_of(saved)
+    by_extent = sorted(
+        enumerate(operands), key=lambda one: _extent_of(one[1]) != extent
+    )  # not another chunk, if it can
+    for position, operand in by_extent:
         shares = storage_key(saved) == storage_key(operand)
         if (shares and saved.dtype is operand.dtype) or _is_cast(saved, operand):
             offset = int(saved.storage_offset()) - int(operand.storage_offset() if shares else 0)
@@ -56,7 +60,17 @@ def source_of(saved: torch.Tensor, operands: list[torch.Tensor]) -> Source | Non
 
 def looks_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what the arguments of a call look like. Equal looks: the function did the same, to other values."""
-    return _look(args), tuple(kwargs), _look(tuple(kwargs.values()))
+    operands = operands_of(args, kwargs)
+    shared = object() if operands is None else _shared(operands)
+    return shared, _look(args), tuple(kwargs), _look(tuple(kwargs.values()))
+
+
+def _shared(operands: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:
+    """Return for each operand the first one that lies on its storage, and how far behind that: a source may name it."""
+    keys = [storage_key(operand) for operand in operands]
+    offsets = [int(operand.storage_offset()) for operand in operands]
+    firsts = [keys.index(key) for key in keys]
+    return tuple((first, offset - offsets[first]) for first, offset in zip(firsts, offsets, strict=True))
 
 
 def _look(value: Any) -> Any:
@@ -69,6 +83,10 @@ def _look(value: Any) -> Any:
 
 def _looks_of(operand: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], torch.dtype]:
     return operand.shape, operand.stride(), operand.dtype
+
+
+def _extent_of(tensor: torch.Tensor) -> tuple[int, int]:
+    return int(tensor.storage_offset()), tensor.numel()
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
@@ -89,10 +107,10 @@ def _is_cast(saved: torch.Tensor, operand: torch.Tensor) -> bool:
         node = node.next_functions[0][0]
     if node is None or node.name() != "ToCopyBackward0":
         return False
-    source = node.next_functions[0][0]
-    return source is not None and (
-        source is operand.grad_fn if operand.grad_fn is not None else getattr(source, "variable", None) is operand
-    )
+    source, output = node.next_functions[0]
+    if operand.grad_fn is None:
+        return getattr(source, "variable", None) is operand
+    return source is operand.grad_fn and output == operand.output_nr  # chunks of one tensor have one grad_fn
 
 
 def _flat(values: Iterable[Any]) -> Iterator[torch.Tensor]:

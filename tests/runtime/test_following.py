@@ -396,3 +396,130 @@ def test_a_module_that_returns_two_results(watched):
         kept.append(handle.stats().kept_results_bytes)
     assert len(watched) == 4
     assert {after - before for before, after in itertools.pairwise(kept)} == {2 * 2 * ROWS * WIDTH * 4}
+
+
+def ended(y):
+    """Return what saves so much that all before it has to be computed again."""
+    return y.double().sin().cos().sigmoid().mul(2).exp().float()
+
+
+def of_another_operand(self, x, is_usual):
+    return ended(x @ torch.mm(self.one, self.one if is_usual else self.other))
+
+
+def of_exchanged_operands(self, x, is_usual):
+    q, k = heads(x.sin()).chunk(2)
+    q, k = (q, k) if is_usual else (k, q)
+    y = F.scaled_dot_product_attention(q, k, q.cos())
+    return ended(x * self.one[0] + y.transpose(1, 2).reshape(ROWS // 2, WIDTH).repeat(2, 1))
+
+
+def without_grad(self, x, is_usual):
+    if is_usual:
+        return ended(x @ F.linear(self.one, self.other).sin())
+    with torch.no_grad():
+        y = F.linear(self.one, self.other)
+    return ended(x @ ((self.one * self.other).sin() + y))
+
+
+def in_hooks_of_the_user(self, x, is_usual):
+    if is_usual:
+        return ended(x @ F.linear(self.one, self.other).sin())
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+        y = F.linear(self.one, self.other)
+    return ended(x @ ((self.one * self.other).sin() + y))
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return F.linear(x, w) * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, w = ctx.saved_tensors
+        return grad @ w * 2, grad.t() @ x * 2
+
+
+def in_a_function_of_the_user(self, x, is_usual):
+    product = F.linear if is_usual else Product.apply
+    return ended(x @ product(self.one, self.other).sin())
+
+
+ALIKE = [of_another_operand, of_exchanged_operands, without_grad, in_hooks_of_the_user, in_a_function_of_the_user]
+
+
+@pytest.mark.parametrize("choose", ALIKE)
+def test_a_call_that_looks_the_same_but_saves_something_else(choose):
+    torch.manual_seed(0)
+    plain = Stack(Branching(choose), Branching(choose))
+    model, _ = checkpointed(plain, "selective", rows(), True)
+    for is_usual in (True, True, True, False, True, False, False):
+        want, got = (gradients(one, rows(), is_usual) for one in (plain, model))
+        assert zoo.differing(want, got) == []
+
+
+class Chunks(nn.Module):
+    """The product of two outputs of one function; under autocast it saves casts of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+
+    def forward(self, x):
+        q, k = self.norm(x)[: 2 * WIDTH].chunk(2)
+        return ended(x + torch.mm(q, k).float().repeat(ROWS // WIDTH, 1))
+
+
+def test_casts_of_chunks_of_one_tensor():
+    torch.manual_seed(0)
+    plain, model, _ = stacked("selective", rows(), Chunks(), Chunks())
+    for seed in range(4):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_alike(plain, model, rows(), seed)
+
+
+class Inferring(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        with torch.inference_mode():
+            y = self.linear(x)
+        return ended(self.linear(x.sin() + y.clone()))
+
+
+def test_a_result_of_inference_mode():
+    torch.manual_seed(0)
+    plain, model, _ = stacked("selective", rows(), Inferring(), Inferring())
+    for seed in range(4):
+        assert_alike(plain, model, rows(), seed)
+
+
+class ProductOf(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(ROWS, WIDTH))
+
+    def forward(self, q, k):
+        return ended(torch.mm(q, k).repeat(ROWS // WIDTH, 1) * self.scale)
+
+
+class Halves(Stack):
+    """Gives its layers two halves of one tensor."""
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(*x[: 2 * WIDTH].view(2, WIDTH, WIDTH).unbind())
+        return x
+
+
+def test_arguments_of_one_storage_that_hooks_of_the_user_take_apart():
+    torch.manual_seed(0)
+    plain = Halves(ProductOf(), ProductOf())
+    model, _ = checkpointed(plain, "selective", rows())
+    for seed in range(4):
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda tensor: tensor):
+            assert_alike(plain, model, rows(), seed)

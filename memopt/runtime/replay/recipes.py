@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from memopt.operands import Source
+from memopt.operands import PLAIN, Source
 from memopt.runtime.replay.captures import watch_output
 from memopt.runtime.replay.frame import Frame
 from memopt.runtime.replay.places import Call, Geometry, Place, geometry_of
@@ -41,9 +41,11 @@ class Ingredient:
 
     def is_in(self, tensor: torch.Tensor, frame: Frame) -> bool:
         """Tell whether a tensor that was found in its place is it, or a view of it, and nobody has written to it."""
-        if self.place is None or geometry_of(tensor) != self.place.geometry:
+        if self.place is None or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return False
-        return tensor._version == self.version and self.call.returned(tensor, frame)
+        if geometry_of(tensor) != self.place.geometry:
+            return False
+        return self.call.returned(tensor, frame) and tensor._version == self.version
 
     def output_in(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the output out of another tensor on its storage."""

@@ -176,7 +176,7 @@ def result_of_call(
     """Return what can be kept of a call, None if it cannot: its results alias an operand, or it saves too much else."""
     outputs = _tensors(output)
     storages = storages_of(outputs)
-    if not outputs or any(type(t) not in PLAIN for t in outputs):
+    if not outputs or any(type(t) not in PLAIN or t.is_inference() for t in outputs):
         return None
     if any(storage_key(operand) in storages for operand in operands):
         return None

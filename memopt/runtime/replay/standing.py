@@ -38,13 +38,18 @@ class Standing(ExpensiveFunctions):
         """Return a kept result, or call the function."""
         result = self._results.result_of(self._number, func, self._filling.position, args, kwargs)
         self._number += 1
-        if result is None or not result.is_valid():
+        if result is None or not result.is_valid() or (result.saves and not self._would_save()):
             return func(*args, **kwargs)
         operands = operands_of(args, kwargs)
         if operands is None or not result.fits(operands):
             return func(*args, **kwargs)
         self._save(result, operands)
         return result.again()
+
+    def _would_save(self) -> bool:
+        """Tell whether a function saves here, and to the filling: not without grad, nor inside hooks of the user."""
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        return torch.is_grad_enabled() and hooks is not None and hooks[0] == self._filling.pack
 
     def _save(self, result: Result, operands: list[torch.Tensor]) -> None:
         """Save what the function saves."""
