@@ -18,6 +18,8 @@ from memopt.tensors import storage_key
 _TORCH_ITSELF = frozenset(nn.Module().__dict__) - {"training"}
 """The attributes by which torch keeps parameters, buffers, children and hooks."""
 _MISSING = object()
+_COUNTER = "num_batches_tracked"
+"""Of a BatchNorm, which may run in some calls only."""
 
 Buffer = tuple[str, str]
 """(module, buffer), by name. A tensor that is a plain attribute counts as a buffer here."""
@@ -72,7 +74,7 @@ class Attributes:
     def clone(self, buffers: Collection[Buffer] | None) -> None:
         """Copy the buffers that the region is known to write to; all of them for None."""
         for owner, key, buffer in self._snapshot.buffers:
-            if buffers is None or (owner.name, key) in buffers:
+            if buffers is None or (owner.name, key) in buffers or key == _COUNTER:
                 self._clones[owner.name, key] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
     def close(self, *, learns: bool) -> frozenset[Buffer]:
@@ -130,7 +132,8 @@ class Attributes:
                 if id(buffer) not in again:  # one tensor may have several names
                     again[id(buffer)] = self._clones[owner.name, key].clone()
                 owner.carry(key, again[id(buffer)])
-            yield
+            with _put_back(b for _, _, b in self._snapshot.buffers if id(b) not in again and _may_be_statistics(b)):
+                yield
         finally:
             if now is not then or not self._snapshot.holds():
                 for owner, other in zip(now, then, strict=True):
@@ -252,6 +255,24 @@ def _may_replace(wanted: torch.Tensor | None, present: torch.Tensor | None) -> b
     if type(present) is not nn.Parameter:
         return False
     return type(wanted) is nn.Parameter or (type(wanted) is torch.Tensor and wanted.untyped_storage().nbytes() > 0)
+
+
+@contextmanager
+def _put_back(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Give buffers the values back that they have now, without counting it as a write."""
+    before = [(buffer, buffer.detach().clone()) for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, values in before:
+            buffer.data.copy_(values)
+
+
+def _may_be_statistics(buffer: torch.Tensor) -> bool:
+    """Tell whether batch_norm may write to a buffer, which it does without counting."""
+    return (
+        type(buffer) is torch.Tensor and buffer.dim() == 1 and buffer.is_floating_point() and not buffer.is_inference()
+    )
 
 
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

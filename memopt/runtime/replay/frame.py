@@ -199,6 +199,8 @@ class Filling:
         self._missing = missing
         self._last_needed = last_needed
         self._position = 0
+        self.has_drawn: Callable[[], bool] = lambda: True
+        """Whether the replay has drawn all random numbers that the forward did."""
 
     @property
     def position(self) -> int:
@@ -218,7 +220,9 @@ class Filling:
     def skip(self) -> None:
         """Pass over one save that needs no tensor; end the replay where nothing comes after it."""
         self._position += 1
-        if not self._missing and self._last_needed is not None and self._position > self._last_needed:
+        if self._missing or self._last_needed is None or self._position <= self._last_needed:
+            return
+        if self.has_drawn():  # else the operation under way may draw what it saves: RReLU does
             raise _Filled(self)
 
     def end_if_filled(self) -> None:

@@ -21,6 +21,15 @@ class RandomStream:
         self._set = set_
         self._state = get()
 
+    @property
+    def is_of_torch(self) -> bool:
+        """Whether torch's operations draw from it."""
+        return isinstance(self._state, torch.Tensor)
+
+    def now(self) -> Any:
+        """Return its state as it is now."""
+        return self._get()
+
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Draw the same again for a while, and go on as before."""

@@ -108,6 +108,7 @@ class _Call:
         self._surroundings = Surroundings(devices, (*snapshot.generators, *arguments.generators))
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
+        self._drawn: list[torch.Tensor] = []
         self._standins: Standins | None = None
         self._samples: Samples | None = None
 
@@ -124,6 +125,7 @@ class _Call:
             watch.active(),
         ):
             output = self._forward(*args, **kwargs)
+        self._drawn = self._surroundings.drawn()
         self._close(frame, watch, record)
         return output
 
@@ -189,11 +191,16 @@ class _Call:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _as_it_is))
             if self._standins:
                 stack.enter_context(Standing(self._standins, filling))
+            filling.has_drawn = self._has_drawn
             filling.run(functools.partial(self._forward, *args, **kwargs))
         if self._samples:
             self._samples.check(self._fqn, filling.frame.computed())
             self._samples = None
             self._known.is_proven = True
+
+    def _has_drawn(self) -> bool:
+        """Tell whether torch's random streams have come as far as at the end of the forward."""
+        return all(map(torch.equal, self._surroundings.drawn(), self._drawn))
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,10 @@ class Surroundings:
         """Return what decides which kernels run."""
         return *self._autocasts, *self._backends, self._default_dtype, torch.are_deterministic_algorithms_enabled()
 
+    def drawn(self) -> list[torch.Tensor]:
+        """Return how far torch's random streams have come."""
+        return [stream.now() for stream in self._streams if stream.is_of_torch]
+
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put everything as it was for a while, and back.
