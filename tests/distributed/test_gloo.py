@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from tests.distributed import workers
+from tests.runtime.checkpoints import MODES
 
 
 def free_port():
@@ -14,27 +15,27 @@ def free_port():
         return probe.getsockname()[1]
 
 
-def run(world, work, *args):
-    torch.multiprocessing.spawn(workers.enter, (world, free_port(), work, *args), nprocs=world)
+def run(world, *works):
+    """Do some works, each a function and its options, one after another in the same processes, which start slowly."""
+    torch.multiprocessing.spawn(workers.enter, (world, free_port(), works), nprocs=world)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed"])
-def test_fsdp2(world, mixed):
-    run(world, workers.fsdp2, mixed)
+def test_fsdp2(world):
+    run(world, *((workers.fsdp2, {"mixed": mixed}) for mixed in (False, True)))
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, False), (2, True)])
 def test_ddp(world, accumulate):
-    run(world, workers.ddp, accumulate)
+    run(world, (workers.ddp, {"accumulate": accumulate}))
 
 
-@pytest.mark.parametrize("mode", ["full", "selective"])
-@pytest.mark.parametrize(("mixed", "nested"), [(False, False), (True, True)], ids=["float32", "mixed nested"])
-def test_fsdp2_checkpointed(mode, mixed, nested):
-    run(2, workers.fsdp2_checkpointed, mode, mixed, nested)
+@pytest.mark.parametrize("mode", MODES)
+def test_fsdp2_checkpointed(mode):
+    options = ({"mixed": False, "nested": False}, {"mixed": True, "nested": True})
+    run(2, *((workers.fsdp2_checkpointed, {"mode": mode} | more) for more in options))
 
 
-@pytest.mark.parametrize(("mode", "accumulate"), [("full", True), ("selective", False)])
-def test_ddp_checkpointed(mode, accumulate):
-    run(2, workers.ddp_checkpointed, mode, accumulate)
+def test_ddp_checkpointed():
+    options = ({"mode": "full", "accumulate": True}, {"mode": "selective", "accumulate": False})
+    run(2, *((workers.ddp_checkpointed, more) for more in options))

@@ -32,13 +32,18 @@ def enter_group(backend, rank, world, port):
         dist.destroy_process_group()
 
 
-def enter(rank, world, port, work, *args):
-    """Do the work under a poisoned engine: rewritten before, after and on the first forward."""
+def enter(rank, world, port, works):
+    """Do works under a poisoned engine: rewritten before, after and on the first forward."""
     torch.set_num_threads(1)
     with enter_group("gloo", rank, world, port):
-        for order in ("before", "after", "first forward"):
-            with cpu_engine(poison=True):
-                work(rank, world, order, *args)
+        for work, options in works:
+            for order in ("before", "after", "first forward"):
+                try:
+                    with cpu_engine(poison=True):
+                        work(rank, world, order, **options)
+                except BaseException as error:
+                    error.add_note(f"{work.__name__} on rank {rank}, rewritten {order}, with {options}")
+                    raise
 
 
 def batch(rank):
