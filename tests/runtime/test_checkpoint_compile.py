@@ -102,8 +102,9 @@ def test_layers_that_are_compiled_one_by_one(name, mode):
     assert total_stats(model).checkpointed_calls == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize(
+    ("name", "mode"), [("llama", "full"), ("llama", "selective"), ("gpt2", "selective"), ("qwen3_moe", "full")]
+)
 def test_a_model_that_is_compiled_as_a_whole(name, mode):
     model = checkpointed(name, mode)
     want = trained_whole(build(name), name)
@@ -114,16 +115,21 @@ def test_a_model_that_is_compiled_as_a_whole(name, mode):
     assert total_stats(model).checkpointed_calls == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", [*OPTIONS, "gemma3n"])
+@pytest.mark.parametrize(("name", "mode"), [("llama", "full"), ("gpt2", "selective"), ("gemma3n", "selective")])
 def test_the_same_model_run_eagerly_replays(name, mode):
     model = checkpointed(name, mode)
     assert_trains_alike(build(name), model, loss_on(batch(name)))
     assert replays(model) == total_stats(model).checkpointed_calls > 0
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("kind", ["keys and values in a dict", "experts that follow the routing"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        ("keys and values in a dict", "selective"),
+        ("experts that follow the routing", "selective"),
+        ("experts that follow the routing", "full"),
+    ],
+)
 def test_a_region_that_no_graph_can_hold_runs_eagerly(kind, mode):
     """Dynamo broke the graph, and left torch's own selective checkpoint to run eagerly: gradients were wrong by 0.5."""
     if kind.startswith("keys"):

@@ -22,13 +22,13 @@ ROWS, WIDTH = 2048, 256
 """Of a size that nothing of it is kept for being small: 2 MiB."""
 
 FOUND = [
-    "llama", "qwen2", "qwen3", "phi3", "cohere2", "olmo2", "gemma3", "gpt2", "gpt_neox", "opt", "gemma4", "mamba2",
-    "falcon_h1", "bert", "modernbert", "t5", "bart", "whisper", "llava", "qwen2_5_vl",
+    "llama", "qwen3", "phi3", "gemma3", "gpt2", "gpt_neox", "gemma4", "mamba2", "falcon_h1", "modernbert", "t5", "whisper",
+    "qwen2_5_vl",
 ]  # fmt: skip
 """Models all of whose kept results are found again."""
-NOT_FOUND = ["bloom", "gemma3n", "qwen3_next", "gpt_oss", "big_bird"]
+NOT_FOUND = ["bloom", "gpt_oss", "big_bird"]
 """Models with results that are neither saved nor returned by a module."""
-DYNAMIC = ["mixtral", "qwen3_moe", "granite_moe"]
+DYNAMIC = ["mixtral", "granite_moe"]
 """Models whose experts take as many rows as are routed to them: no call is like another."""
 
 
@@ -93,7 +93,7 @@ def test_functions_are_watched_for_good_where_a_result_cannot_be_found(name, wat
 
 @pytest.mark.parametrize("name", DYNAMIC)
 def test_routing_that_differs_from_step_to_step_ends_with_functions_watched(name, watched):
-    numbers, kept = train(name, 10, watched, varied=True)
+    numbers, kept = train(name, 8, watched, varied=True)
     assert numbers[-1] > 0
     assert min(kept) > 0
 
@@ -242,7 +242,7 @@ def test_more_shapes_than_are_remembered(watched):
     layers = [nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Tanh(), nn.Linear(WIDTH, 2)) for _ in range(1)]
     plain, model, _ = stacked("selective", rows(), *layers)
     for _ in range(3):
-        for num_rows in range(1, 40):
+        for num_rows in range(1, 20):
             assert_alike(plain, model, rows()[:num_rows])
 
 
