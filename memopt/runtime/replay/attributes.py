@@ -20,6 +20,8 @@ _TORCH_ITSELF = frozenset(nn.Module().__dict__) - {"training"}
 _MISSING = object()
 _COUNTER = "num_batches_tracked"
 """Of a BatchNorm, which may run in some calls only."""
+_STATISTICS = ("running_mean", "running_var")
+"""Of a BatchNorm, which saves them, and then writes to them without counting."""
 
 Buffer = tuple[str, str]
 """(module, buffer), by name. A tensor that is a plain attribute counts as a buffer here."""
@@ -33,6 +35,7 @@ class Snapshot:
         self.parameters = tuple(p for owner in self.owners for p in owner.parameters.values() if p is not None)
         self.plain_parameters = tuple(p for p in self.parameters if _stays_in_place(p))
         self.buffers = tuple((owner, key, b) for owner in self.owners for key, b in owner.tensors())
+        self.statistics = frozenset(storage_key(b) for _, key, b in self.buffers if key in _STATISTICS)
         self.contents = Contents(v for o in self.owners for k, v in o.attributes.items() if k not in _TORCH_ITSELF)
         self.generators = self.contents.generators
         self.is_lasting = all(p.is_leaf for p in self.parameters)

@@ -13,7 +13,7 @@ from torch._dynamo.eval_frame import skip_code
 from memopt.errors import BackwardInsideError, ReplayError, SavedTensorModifiedError
 from memopt.operands import PLAIN
 from memopt.runtime.replay.arguments import version_of
-from memopt.tensors import is_odd
+from memopt.tensors import is_odd, storage_key
 
 _LAST = 16
 """Of this many last saves without a gradient it is looked whether their operation fills them after it saves them."""
@@ -34,9 +34,11 @@ _looks: dict[int, tuple[torch.Size, torch.dtype]] = {}
 class Record:
     """What a region's forward saves, while it runs, in a call that learns; all of it, or what tells of late filling."""
 
-    def __init__(self, parameters: tuple[torch.Tensor, ...], *, holds: bool) -> None:
+    def __init__(self, parameters: tuple[torch.Tensor, ...], statistics: Collection[int], *, holds: bool) -> None:
         self._holds = holds
         self._parameters = parameters
+        self._statistics = statistics
+        """Storages that a BatchNorm saves and writes to; its backward does not read them."""
         self._grads: list[tuple[torch.Tensor | None, int]] = []
         self._saves: list[tuple[torch.Tensor, int]] = []
         self._last: deque[tuple[torch.Tensor, torch.Tensor]] = deque(maxlen=_LAST)
@@ -80,8 +82,9 @@ class Record:
 
         Not of one that was written to since: nobody may ask for it. Parameters too: a forward may write to their ``.data``.
         """
-        saves = enumerate(self._saves)
-        return Samples({n: t for n, (t, version) in saves if n not in released and version_of(t) == version})
+        saves = ((n, t) for n, (t, version) in enumerate(self._saves) if version_of(t) == version)
+        tensors = {n: t for n, t in saves if n not in released and _has_values(t)}
+        return Samples({n: t for n, t in tensors.items() if storage_key(t) not in self._statistics})
 
 
 class Samples:
@@ -90,7 +93,7 @@ class Samples:
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
         self._places: dict[tuple[int, torch.device], torch.Tensor] = {}
         with torch.no_grad():
-            self._values = {position: self._pick(tensor) for position, tensor in tensors.items() if _has_values(tensor)}
+            self._values = {position: self._pick(tensor) for position, tensor in tensors.items()}
         self._shapes = {position: list(tensor.shape) for position, tensor in tensors.items()}
 
     def check(self, fqn: str, again: Mapping[int, torch.Tensor]) -> None:

@@ -54,10 +54,10 @@ class Known:
         self.learns = True
         self.is_proven = False
 
-    def record(self, parameters: tuple[torch.Tensor, ...]) -> Record | None:
+    def record(self, parameters: tuple[torch.Tensor, ...], statistics: frozenset[int]) -> Record | None:
         """Return what the next call notes its saves in, None where there is nothing to learn."""
         holds = self.reads_inside or not self.is_proven
-        return Record(parameters, holds=holds) if holds or self.learns else None
+        return Record(parameters, statistics, holds=holds) if holds or self.learns else None
 
 
 def run_checkpointed(
@@ -116,7 +116,7 @@ class _Call:
         """Run the forward for the first time."""
         self._arguments.clone(self._known.arguments)
         self._attributes.clone(self._known.buffers)
-        record = self._known.record(self._attributes.parameters)
+        record = self._known.record(self._attributes.parameters, self._snapshot.statistics)
         frame = Frame(self._fqn, record)
         watch = self._watch(frame, record)
         with (
