@@ -83,8 +83,10 @@ class Record:
         Not of one that was written to since: nobody may ask for it. Parameters too: a forward may write to their ``.data``.
         """
         saves = ((n, t) for n, (t, version) in enumerate(self._saves) if version_of(t) == version)
-        tensors = {n: t for n, t in saves if n not in released and _has_values(t)}
-        return Samples({n: t for n, t in tensors.items() if storage_key(t) not in self._statistics})
+        return Samples({n: t for n, t in saves if n not in released and not self._is_statistics(t)})
+
+    def _is_statistics(self, tensor: torch.Tensor) -> bool:
+        return tensor.layout is torch.strided and storage_key(tensor) in self._statistics
 
 
 class Samples:
@@ -93,7 +95,7 @@ class Samples:
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
         self._places: dict[tuple[int, torch.device], torch.Tensor] = {}
         with torch.no_grad():
-            self._values = {position: self._pick(tensor) for position, tensor in tensors.items()}
+            self._values = {position: self._pick(tensor) for position, tensor in tensors.items() if _has_values(tensor)}
         self._shapes = {position: list(tensor.shape) for position, tensor in tensors.items()}
 
     def check(self, fqn: str, again: Mapping[int, torch.Tensor]) -> None:
