@@ -1,5 +1,6 @@
 """What a region finds changed, or changes, between its forward and its replay: programs that went wrong once."""
 
+import copy
 import random
 from collections import Counter, deque
 
@@ -9,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 
 from memopt.errors import ReplayError, SavedTensorModifiedError
+from memopt.runtime.replay import run as run_module
 from tests.cases.rewriting import assert_trains_alike, recomputed
 from tests.runtime.checkpoints import Two
 
@@ -258,3 +260,55 @@ def test_hooks_that_write_to_a_buffer_are_called_in_the_replay():
 
 def _write(module, args):
     module.s.add_(1)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("frozen_first", [False, True])
+def test_parameters_that_are_frozen_or_freed_before_backward(policy, frozen_first):
+    """As a GAN does, or adapters that take turns; shapes are such that another save would fit in the place of one."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(Two() for _ in range(3)))
+    model, x = copy.deepcopy(plain), torch.randn(8, 8)
+    for layer in model:
+        recomputed(layer, policy)
+    for _ in range(4):
+        for one in (plain, model):
+            one.zero_grad()
+            weight = one[1].a.weight
+            weight.requires_grad_(not frozen_first)
+            loss = one(x).square().mean()
+            weight.requires_grad_(frozen_first)
+            loss.backward()
+            assert weight.requires_grad == frozen_first
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
+
+
+class Remembers(Two):
+    """Keep an output on the module, as models do with router logits."""
+
+    def set_up(self):
+        self.last = None
+
+    def factor(self, x):
+        self.last = x.exp().detach()
+        return self.last
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_tensor_that_each_call_replaces_is_nothing_new_to_learn(policy, monkeypatch):
+    torch.manual_seed(0)
+    plain = Remembers()
+    model, x = copy.deepcopy(plain), torch.randn(8, 8)
+    recomputed(model, policy)
+    learned = []
+    monkeypatch.setattr(
+        run_module.Known, "forget", lambda known, forget=run_module.Known.forget: learned.append(forget(known))
+    )
+    for _ in range(5):
+        for one in (plain, model):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert torch.equal(plain.last, model.last)
+    assert len(learned) == 2, "at first, and when the tensor appeared"

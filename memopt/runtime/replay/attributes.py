@@ -1,7 +1,6 @@
 """What the modules of a region carry: attributes, buffers, parameters. A replay finds them as the forward did."""
 
 import copy
-import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from operator import is_
@@ -13,11 +12,9 @@ from torch import nn
 from memopt.errors import ReplayError, SavedTensorModifiedError
 from memopt.runtime.replay.arguments import differs, version_of
 from memopt.runtime.replay.contents import Contents
+from memopt.runtime.replay.owners import TORCH_ITSELF, Owner, held_by
 from memopt.tensors import storage_key
 
-_TORCH_ITSELF = frozenset(nn.Module().__dict__) - {"training"}
-"""The attributes by which torch keeps parameters, buffers, children and hooks."""
-_MISSING = object()
 _COUNTER = "num_batches_tracked"
 """Of a BatchNorm, which may run in some calls only."""
 _STATISTICS = ("running_mean", "running_var")
@@ -31,12 +28,12 @@ class Snapshot:
     """What the modules of a region carry by reference; the calls of the region share it as long as it holds."""
 
     def __init__(self, module: nn.Module) -> None:
-        self.owners = tuple(_Owner(name, child) for name, child in module.named_modules())
+        self.owners = tuple(Owner(name, child) for name, child in module.named_modules())
         self.parameters = tuple(p for owner in self.owners for p in owner.parameters.values() if p is not None)
         self.plain_parameters = tuple(p for p in self.parameters if _stays_in_place(p))
         self.buffers = tuple((owner, key, b) for owner in self.owners for key, b in owner.tensors())
         self.statistics = frozenset(storage_key(b) for _, key, b in self.buffers if key in _STATISTICS)
-        self.contents = Contents(v for o in self.owners for k, v in o.attributes.items() if k not in _TORCH_ITSELF)
+        self.contents = Contents(v for o in self.owners for k, v in o.attributes.items() if k not in TORCH_ITSELF)
         self.generators = self.contents.generators
         self.is_lasting = all(p.is_leaf for p in self.parameters)
         """Whether it may be kept beyond a call: with it a graph would be kept that made the parameters."""
@@ -51,11 +48,18 @@ class Snapshot:
         now = self._flat()
         return len(now) == len(self._carried) and all(map(is_, now, self._carried)) and self.contents.holds()
 
+    def resembles(self, other: "Snapshot") -> bool:
+        """Tell whether the modules carry what they did in another, but for tensors in the place of tensors: data."""
+        if len(self._carried) != len(other._carried) or not other.contents.holds():
+            return False
+        pairs = zip(self._carried, other._carried, strict=True)
+        return all(one is another or (_is_data(one) and _is_data(another)) for one, another in pairs)
+
     def _flat(self) -> list[Any]:
         """Return the names and values of all that the modules carry. One list: this is in every call."""
         flat: list[Any] = []
         for owner in self.owners:
-            for held in _held_by(owner.module):
+            for held in held_by(owner.module):
                 if held:
                     flat += held
                     flat += held.values()
@@ -69,8 +73,8 @@ class Attributes:
         self._snapshot = snapshot
         self.parameters = (*snapshot.parameters, *parameters)
         self._parameter_versions = [version_of(p) for p in self.parameters]
+        self._need_grad = [p.requires_grad for p in self.parameters]
         self._storages = [storage_key(p) for p in snapshot.plain_parameters]
-        self._plain_parameters = snapshot.plain_parameters
         self._buffer_versions = [version_of(b) for _, _, b in snapshot.buffers]
         self._clones: dict[Buffer, torch.Tensor] = {}
 
@@ -98,7 +102,7 @@ class Attributes:
         for parameter, version in zip(self.parameters, self._parameter_versions, strict=True):
             if (now := version_of(parameter)) != version:
                 raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, now, what="a parameter of")
-        for parameter, storage in zip(self._plain_parameters, self._storages, strict=True):
+        for parameter, storage in zip(self._snapshot.plain_parameters, self._storages, strict=True):
             if storage_key(parameter) != storage:
                 raise ReplayError(
                     fqn, f"needs a parameter of shape {list(parameter.shape)} whose .data was replaced since"
@@ -125,7 +129,7 @@ class Attributes:
         now = then = self._snapshot.owners
         try:
             if not self._snapshot.holds():
-                now = tuple(_Owner(owner.name, owner.module) for owner in then)
+                now = tuple(Owner(owner.name, owner.module) for owner in then)
                 memo: dict[int, Any] = {}
                 for owner in then:
                     owner.put()
@@ -135,12 +139,28 @@ class Attributes:
                 if id(buffer) not in again:  # one tensor may have several names
                     again[id(buffer)] = self._clones[owner.name, key].clone()
                 owner.carry(key, again[id(buffer)])
-            with _put_back(b for _, _, b in self._snapshot.buffers if id(b) not in again and _may_be_statistics(b)):
+            with (
+                self._frozen_as_then(),
+                _put_back(b for _, _, b in self._snapshot.buffers if id(b) not in again and _may_be_statistics(b)),
+            ):
                 yield
         finally:
             if now is not then or not self._snapshot.holds():
                 for owner, other in zip(now, then, strict=True):
                     owner.put(after=other)
+
+    @contextmanager
+    def _frozen_as_then(self) -> Iterator[None]:
+        """Let those parameters need gradients that did so in the forward."""
+        pairs = zip(self.parameters, self._need_grad, strict=True)
+        changed = [(p, then) for p, then in pairs if p.is_leaf and p.requires_grad != then]
+        try:
+            for parameter, then in changed:
+                parameter.requires_grad_(then)
+            yield
+        finally:
+            for parameter, then in changed:
+                parameter.requires_grad_(not then)
 
     def _let_go_of_replaced(self) -> None:
         """Forget the buffers in whose place the forward put others: those may descend from them, graph and all."""
@@ -157,107 +177,16 @@ class Attributes:
             if not differs(buffer, version, self._clones[owner.name, key]):
                 del self._clones[owner.name, key]
 
-    def _changed_buffers(self) -> "Iterator[tuple[_Owner, str, torch.Tensor]]":
+    def _changed_buffers(self) -> "Iterator[tuple[Owner, str, torch.Tensor]]":
         for entry, version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
             owner, key, buffer = entry
             if (owner.name, key) in self._clones or version_of(buffer) != version:
                 yield entry
 
 
-class _Owner:
-    """One module of a region and what it carries."""
-
-    __slots__ = ("_module", "attributes", "buffers", "children", "name", "parameters")
-
-    def __init__(self, name: str, module: nn.Module) -> None:
-        self.name = name
-        self._module = weakref.ref(module)  # the module holds all this itself, and dies when its last user lets go
-        self.attributes = dict(module.__dict__)
-        self.parameters = dict(module._parameters)
-        self.buffers = dict(module._buffers)
-        self.children = dict(module._modules)
-
-    @property
-    def module(self) -> nn.Module:
-        """The module, which the region keeps alive."""
-        module = self._module()
-        assert module is not None
-        return module
-
-    def is_same(self) -> bool:
-        """Tell whether the module carries the very same objects still."""
-        module = self.module
-        return (
-            _is_same(module.__dict__, self.attributes)
-            and _is_same(module._parameters, self.parameters)
-            and _is_same(module._buffers, self.buffers)
-            and _is_same(module._modules, self.children)
-        )
-
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the buffers and the tensors among the attributes, by name."""
-        for held in (self.buffers, self.attributes):
-            yield from ((key, value) for key, value in held.items() if isinstance(value, torch.Tensor))
-
-    def carries(self, key: str, tensor: torch.Tensor) -> bool:
-        """Tell whether the module still has a tensor under its name."""
-        held = self.module._buffers if key in self.buffers else self.module.__dict__
-        return held.get(key) is tensor
-
-    def carry(self, key: str, tensor: torch.Tensor) -> None:
-        """Give the module another tensor under a name."""
-        held = self.module._buffers if key in self.buffers else self.module.__dict__
-        held[key] = tensor
-
-    def without_graphs(self) -> "_Owner":
-        """Return the same with tensors detached that the region has put others in the place of.
-
-        Those may descend from these: held with its graph, every forward would keep the one before it alive.
-        """
-        now = self.module.__dict__
-        made = copy.copy(self)
-        made.attributes = {
-            key: value.detach().requires_grad_(value.requires_grad)
-            if isinstance(value, torch.Tensor) and now.get(key, _MISSING) is not value
-            else value
-            for key, value in self.attributes.items()
-        }
-        return made
-
-    def put(self, after: "_Owner | None" = None) -> None:
-        """Make the module carry the very same objects again; also where those of `after` were put in their place."""
-        module = self.module
-        if self.is_same():
-            return
-        _put(module.__dict__, self.attributes)
-        _put(module._modules, self.children)
-        _put(module._buffers, self.buffers)
-        for key, parameter in self.parameters.items():
-            present = module._parameters.get(key)
-            if (after and present is after.parameters.get(key)) or _may_replace(parameter, present):
-                module._parameters[key] = parameter
-
-    def put_contents(self, contents: Contents, memo: dict[int, Any]) -> None:
-        """Make the containers hold what they held, in copies."""
-        for key, value in self.attributes.items():
-            if key not in _TORCH_ITSELF and (again := contents.again(value, memo)) is not value:
-                self.module.__dict__[key] = again
-
-
 def _stays_in_place(parameter: torch.Tensor) -> bool:
     """Tell whether a parameter keeps its storage from forward to backward; DeepSpeed's are gathered into new ones."""
     return type(parameter) is nn.Parameter and parameter.layout is torch.strided and not hasattr(parameter, "ds_id")
-
-
-def _may_replace(wanted: torch.Tensor | None, present: torch.Tensor | None) -> bool:
-    """Tell whether one parameter may stand where another does.
-
-    FSDP puts sharded and unsharded ones in each other's place (DTensors, or views whose storage it frees), and knows
-    when. The tensors of `torch.func.functional_call` are no parameters, and the module's own are back in backward.
-    """
-    if type(present) is not nn.Parameter:
-        return False
-    return type(wanted) is nn.Parameter or (type(wanted) is torch.Tensor and wanted.untyped_storage().nbytes() > 0)
 
 
 @contextmanager
@@ -278,25 +207,10 @@ def _may_be_statistics(buffer: torch.Tensor) -> bool:
     )
 
 
+def _is_data(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, nn.Parameter)
+
+
 def _share_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     strided = one.layout is other.layout is torch.strided
     return strided and one.device == other.device and storage_key(one) == storage_key(other)
-
-
-def _held_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    attributes = module.__dict__
-    return attributes, attributes["_buffers"], attributes["_parameters"], attributes["_modules"]
-
-
-def _put(target: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Make a dict hold what another does, and touch it only where it does not."""
-    for key in target.keys() - wanted.keys():
-        del target[key]
-    for key, value in wanted.items():
-        if target.get(key, _MISSING) is not value:
-            target[key] = value
-
-
-def _is_same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Tell whether two dicts hold the very same objects in the same order."""
-    return len(one) == len(other) and all(map(is_, one, other)) and all(map(is_, one.values(), other.values()))

@@ -2,12 +2,23 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from memopt.runtime.replay.frame import Frame, Handle
 from memopt.runtime.replay.standing import Standins
+
+
+class Ended(NamedTuple):
+    """What a forward leaves behind when it has ended."""
+
+    num_needed: int
+    """How many saves its replay has to reach."""
+    standins: Standins | None
+    """What the replay need not compute."""
+    num_bytes: int
+    """Of all that is kept."""
 
 
 class Watch(Protocol):
@@ -19,8 +30,8 @@ class Watch(Protocol):
     def active(self) -> AbstractContextManager[None]:
         """Watch what else has to be seen while the forward runs."""
 
-    def close(self) -> tuple[int, Standins | None, int]:
-        """End with the forward; return how many saves a replay has to reach, what it need not compute, and kept bytes."""
+    def close(self) -> Ended:
+        """End with the forward."""
 
 
 class Dropping:
@@ -34,6 +45,6 @@ class Dropping:
         """Watch nothing."""
         return nullcontext()
 
-    def close(self) -> tuple[int, None, int]:
-        """Return that all saves are needed."""
-        return self._frame.num_saves, None, 0
+    def close(self) -> Ended:
+        """End with the forward: all saves are needed."""
+        return Ended(self._frame.num_saves, None, 0)

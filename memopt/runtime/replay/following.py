@@ -15,6 +15,7 @@ from torch import nn
 from memopt.ir import OpPolicy
 from memopt.operands import looks_of_call
 from memopt.runtime.replay.captures import capturing
+from memopt.runtime.replay.dropping import Ended
 from memopt.runtime.replay.frame import Frame, Handle
 from memopt.runtime.replay.places import Function
 from memopt.runtime.replay.recipes import Ingredient, Recipe, Shelf
@@ -84,11 +85,8 @@ class Following:
         with capturing(self.capture):
             yield
 
-    def close(self) -> tuple[int, Recalled, int]:
-        """Keep what the recipe says; if this was another kind of call after all, only what came before the difference.
-
-        Return how many saves are needed, what stands for functions, and the bytes that are kept.
-        """
+    def close(self) -> Ended:
+        """Keep what the recipe says; if this was another kind of call after all, only what came before the difference."""
         recipe, looks = self._recipe, self._frame.looks()
         is_as_expected = looks == recipe.looks and len(self._outputs) == sum(map(len, recipe.found.values()))
         if not is_as_expected:
@@ -101,11 +99,11 @@ class Following:
                 self._frame.keep(position, self._saved[position][0], result)
         if not is_as_expected:
             kept = storages_of(tensor for result in results.values() for tensor, _ in result.versions)
-            return len(looks), self._recalled, sum(kept.values())
+            return Ended(len(looks), self._recalled, sum(kept.values()))
         for position, number in recipe.tail.items():
             tensor, version = self._saved[position]
             self._frame.keep(position, tensor, Held(tensor, version, None if number is None else results[number]))
-        return recipe.num_needed, self._recalled, recipe.num_bytes
+        return Ended(recipe.num_needed, self._recalled, recipe.num_bytes)
 
     def _has(self, number: int, one: Ingredient, num_alike: int) -> bool:
         """Tell whether a result turned up, with all saves before it as they should be."""

@@ -12,21 +12,25 @@ from typing import Any, Protocol
 import torch
 from torch._dynamo.eval_frame import skip_code
 
+from memopt.autograd import sequence_number
 from memopt.errors import BackwardInsideError, ReplayError
 from memopt.runtime.replay.proof import Record, described, look_of
+
+_NO_BACKWARD = -1
+"""What torch calls the number of the backward where there is none."""
 
 
 class Again(Protocol):
     """What runs a region's forward a second time."""
 
     def check(self) -> None:
-        """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
+        """Raise SavedTensorModifiedError or ReplayError if a parameter is not what the forward used."""
+
+    def has_drawn(self) -> bool:
+        """Tell, in a replay, whether it has drawn all random numbers that the forward did."""
 
     def replay(self, filling: "Filling") -> None:
         """Run the forward again, its saves going to a filling."""
-
-
-_NO_BACKWARD = -1
 
 
 class Guard(Protocol):
@@ -181,7 +185,7 @@ class Frame:
         assert self._again is not None
         missing = {n for n, value in enumerate(self._values) if value is None and n not in self._released}
         self._computed |= missing
-        self._again.replay(Filling(self, missing, self._last_needed))
+        self._again.replay(Filling(self, missing, self._last_needed, self._again.has_drawn))
 
     def end(self) -> None:
         """Drop what this backward has computed and, with retain_graph, may not be the last to read."""
@@ -194,13 +198,14 @@ class Frame:
 class Filling:
     """One replay: give the frame what it misses as the forward saves it again, by position."""
 
-    def __init__(self, frame: Frame, missing: set[int], last_needed: int | None) -> None:
+    def __init__(self, frame: Frame, missing: set[int], last_needed: int | None, has_drawn: Callable[[], bool]) -> None:
         self.frame = frame
         self._missing = missing
         self._last_needed = last_needed
         self._position = 0
-        self.has_drawn: Callable[[], bool] = lambda: True
-        """Whether the replay has drawn all random numbers that the forward did."""
+        self._last_operation = 0
+        """The number of the node whose save was filled last; an operation may have several saves."""
+        self._has_drawn = has_drawn
 
     @property
     def position(self) -> int:
@@ -209,11 +214,12 @@ class Filling:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor:
         """Take one saved tensor: the hook that autograd calls in the replay."""
-        if not self._missing:
+        if not self._missing and sequence_number() != self._last_operation:
             raise _Filled(self)  # not before: the operation that saves a tensor may fill it after that
         if self._position in self._missing:
             self.frame.fill(self._position, tensor)
             self._missing.remove(self._position)
+            self._last_operation = sequence_number()
         self.skip()
         return tensor.detach()
 
@@ -222,7 +228,7 @@ class Filling:
         self._position += 1
         if self._missing or self._last_needed is None or self._position <= self._last_needed:
             return
-        if self.has_drawn():  # else the operation under way may draw what it saves: RReLU does
+        if self._has_drawn():  # else the operation under way may draw what it saves: RReLU does
             raise _Filled(self)
 
     def end_if_filled(self) -> None:

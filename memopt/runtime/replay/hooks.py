@@ -22,7 +22,7 @@ Hook = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _HookDict:
     """Where a hook is registered: in which dict, with which flags beside it."""
 
     hooks: dict[int, Hook]
@@ -34,63 +34,63 @@ class HookRecord:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._used: dict[tuple[int, int], tuple[_Place, int, Hook, list[bool]]] = {}
+        self._used: dict[tuple[int, int], tuple[_HookDict, int, Hook, list[bool]]] = {}
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Note which hooks change something while the region's forward runs in this thread."""
-        if not (places := tuple(_places(self._module))):
+        if not (dicts := tuple(_hook_dicts(self._module))):
             yield
             return
-        with _watched(places), _role(self._note):
+        with _watched(dicts), _role(self._note):
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Let only those be called in this thread, also if they were removed since."""
-        with self._all_there(), _watched(tuple(_places(self._module))), _role(self._again):
+        with self._all_there(), _watched(tuple(_hook_dicts(self._module))), _role(self._again):
             yield
 
-    def _note(self, place: _Place, key: int, hook: Hook, args: tuple[Any, ...]) -> Any:
+    def _note(self, hook_dict: _HookDict, key: int, hook: Hook, args: tuple[Any, ...]) -> Any:
         before = _state(args)
         result = hook(*args)
         if result is not None or _state(args) != before:
-            self._used[id(place.hooks), key] = (place, key, hook, [key in flag for flag in place.flags])
+            self._used[id(hook_dict.hooks), key] = (hook_dict, key, hook, [key in flag for flag in hook_dict.flags])
         return result
 
-    def _again(self, place: _Place, key: int, hook: Hook, args: tuple[Any, ...]) -> Any:
-        return hook(*args) if (id(place.hooks), key) in self._used else None
+    def _again(self, hook_dict: _HookDict, key: int, hook: Hook, args: tuple[Any, ...]) -> Any:
+        return hook(*args) if (id(hook_dict.hooks), key) in self._used else None
 
     @contextmanager
     def _all_there(self) -> Iterator[None]:
-        gone = [(place, key, hook, flags) for place, key, hook, flags in self._used.values() if key not in place.hooks]
+        gone = [used for used in self._used.values() if used[1] not in used[0].hooks]
         try:
-            for place, key, hook, flags in gone:
-                place.hooks[key] = hook
-                for flag, is_set in zip(place.flags, flags, strict=True):
+            for hook_dict, key, hook, flags in gone:
+                hook_dict.hooks[key] = hook
+                for flag, is_set in zip(hook_dict.flags, flags, strict=True):
                     if is_set:
                         flag[key] = True
             yield
         finally:
-            for place, key, *_ in gone:
-                place.hooks.pop(key, None)
-                for flag in place.flags:
+            for hook_dict, key, *_ in gone:
+                hook_dict.hooks.pop(key, None)
+                for flag in hook_dict.flags:
                     flag.pop(key, None)
 
 
 class _Watched:
     """A hook that is watched: what it is asked to do depends on what the calling thread is doing."""
 
-    __slots__ = ("_hook", "_key", "_place", "__weakref__")
+    __slots__ = ("_hook", "_hook_dict", "_key", "__weakref__")
 
-    def __init__(self, place: _Place, key: int, hook: Hook) -> None:
-        self._place = place
+    def __init__(self, hook_dict: _HookDict, key: int, hook: Hook) -> None:
+        self._hook_dict = hook_dict
         self._key = key
         self._hook = hook
 
     def __call__(self, *args: Any) -> Any:
         """Call the hook as the thread's role wants it, plainly where it has none."""
-        return _thread.role(self._place, self._key, self._hook, args) if _thread.role else self._hook(*args)
+        return _thread.role(self._hook_dict, self._key, self._hook, args) if _thread.role else self._hook(*args)
 
     def unwatched(self) -> Hook:
         """Return the hook."""
@@ -107,21 +107,21 @@ _watchers: dict[int, int] = {}
 """How many threads and regions watch a dict of hooks, by its identity."""
 
 
-def _places(module: nn.Module) -> Iterator[_Place]:
+def _hook_dicts(module: nn.Module) -> Iterator[_HookDict]:
     """Yield where there are hooks that run inside a module's forward; its own run outside of it."""
     if torch_module._global_forward_pre_hooks:
-        yield _Place(torch_module._global_forward_pre_hooks)
+        yield _HookDict(torch_module._global_forward_pre_hooks)
     if torch_module._global_forward_hooks:
         flags = torch_module._global_forward_hooks_with_kwargs, torch_module._global_forward_hooks_always_called
-        yield _Place(torch_module._global_forward_hooks, flags)
+        yield _HookDict(torch_module._global_forward_hooks, flags)
     for child in module.modules():
         if child is module:
             continue
         if child._forward_pre_hooks:
-            yield _Place(child._forward_pre_hooks, (child._forward_pre_hooks_with_kwargs,))
+            yield _HookDict(child._forward_pre_hooks, (child._forward_pre_hooks_with_kwargs,))
         if any(hook is not capture_output for hook in child._forward_hooks.values()):
             flags = child._forward_hooks_with_kwargs, child._forward_hooks_always_called
-            yield _Place(child._forward_hooks, flags)
+            yield _HookDict(child._forward_hooks, flags)
 
 
 @contextmanager
@@ -134,25 +134,25 @@ def _role(role: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(places: tuple[_Place, ...]) -> Iterator[None]:
+def _watched(dicts: tuple[_HookDict, ...]) -> Iterator[None]:
     """Put watchers in the place of hooks for a while; two threads may be in the same module."""
     with _lock:
-        for place in places:
-            _watchers[id(place.hooks)] = _watchers.get(id(place.hooks), 0) + 1
-            for key, hook in place.hooks.items():
+        for hook_dict in dicts:
+            _watchers[id(hook_dict.hooks)] = _watchers.get(id(hook_dict.hooks), 0) + 1
+            for key, hook in hook_dict.hooks.items():
                 if not isinstance(hook, _Watched) and hook is not capture_output:
-                    place.hooks[key] = _Watched(place, key, hook)
+                    hook_dict.hooks[key] = _Watched(hook_dict, key, hook)
     try:
         yield
     finally:
         with _lock:
-            for place in places:
-                _watchers[id(place.hooks)] -= 1
-                if not _watchers[id(place.hooks)]:
-                    del _watchers[id(place.hooks)]
-                    for key, hook in place.hooks.items():
+            for hook_dict in dicts:
+                _watchers[id(hook_dict.hooks)] -= 1
+                if not _watchers[id(hook_dict.hooks)]:
+                    del _watchers[id(hook_dict.hooks)]
+                    for key, hook in hook_dict.hooks.items():
                         if isinstance(hook, _Watched):
-                            place.hooks[key] = hook.unwatched()
+                            hook_dict.hooks[key] = hook.unwatched()
 
 
 def _state(args: tuple[Any, ...]) -> list[Any]:

@@ -11,6 +11,7 @@ from memopt.ir import Family, OpPolicy
 from memopt.operands import looks_of_call, operands_of
 from memopt.operations import draws
 from memopt.runtime.replay.captures import capturing
+from memopt.runtime.replay.dropping import Ended
 from memopt.runtime.replay.frame import Frame, Handle
 from memopt.runtime.replay.functions import ExpensiveFunctions
 from memopt.runtime.replay.places import Call, Function
@@ -77,11 +78,8 @@ class Keeping(ExpensiveFunctions):
         with capturing(self.capture), self:
             yield
 
-    def close(self) -> tuple[int, Results, int]:
-        """Decide what is kept, now that the forward has ended, and write a recipe for the next call of its kind.
-
-        Return how many saves are needed, what stands for functions, and the bytes that are kept.
-        """
+    def close(self) -> Ended:
+        """Decide what is kept, now that the forward has ended, and write a recipe for the next call of its kind."""
         self._results.close(self._frame)
         self._shelf.learn(self._results, self._frame)
-        return self._results.num_needed, self._results, self._results.num_bytes(self._frame)
+        return Ended(self._results.num_needed, self._results, self._results.num_bytes(self._frame))

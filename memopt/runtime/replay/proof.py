@@ -93,7 +93,7 @@ class Samples:
     """A few values of each tensor that a forward saved, by position."""
 
     def __init__(self, tensors: Mapping[int, torch.Tensor]) -> None:
-        self._places: dict[tuple[int, torch.device], torch.Tensor] = {}
+        self._picks: dict[tuple[int, torch.device], torch.Tensor] = {}
         with torch.no_grad():
             self._values = {position: self._pick(tensor) for position, tensor in tensors.items() if _has_values(tensor)}
         self._shapes = {position: list(tensor.shape) for position, tensor in tensors.items()}
@@ -116,9 +116,9 @@ class Samples:
         if tensor.numel() <= _NUM_VALUES:
             return tensor.flatten().clone()
         key = tensor.numel(), tensor.device
-        if key not in self._places:
-            self._places[key] = _places(*key)
-        return torch.take(tensor, self._places[key])
+        if key not in self._picks:
+            self._picks[key] = _picks(*key)
+        return torch.take(tensor, self._picks[key])
 
 
 def look_of(look: int) -> str:
@@ -141,7 +141,7 @@ def _has_values(tensor: torch.Tensor) -> bool:
     return (is_float or tensor.dtype in _INTEGERS) and tensor.untyped_storage().nbytes() > 0
 
 
-def _places(num_values: int, device: torch.device) -> torch.Tensor:
+def _picks(num_values: int, device: torch.device) -> torch.Tensor:
     """Return places spread over a tensor by the golden ratio: even steps would stay within one column."""
     fractions = torch.arange(_NUM_VALUES, device=device, dtype=torch.float64) * 0.6180339887498949 % 1
     return (fractions * num_values).long()

@@ -115,8 +115,7 @@ class Results:
         if type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             self._drop_tail(frame)
             return
-        storage = tensor.untyped_storage()
-        result, num_bytes = self._by_storage.get(storage._cdata), storage.nbytes()
+        result, num_bytes = self._by_storage.get(storage_key(tensor)), tensor.untyped_storage().nbytes()
         if result is None and num_bytes > MAX_TAIL_TENSOR_BYTES:
             if num_bytes > self._tail_budget_bytes:
                 if self._tail:

@@ -96,11 +96,7 @@ class _Call:
         self._fqn = region.fqn
         self._counters = counters
         self._known = known
-        snapshot = known.snapshot
-        if snapshot is None or not snapshot.holds():
-            snapshot = Snapshot(module)
-            known.snapshot = snapshot if snapshot.is_lasting else None
-            known.forget()  # another mode, other children: the region may do something else now
+        snapshot = self._snapshot_of(module)
         self._arguments = arguments
         self._snapshot = snapshot
         self._attributes = Attributes(snapshot, arguments.parameters)
@@ -111,6 +107,16 @@ class _Call:
         self._drawn: list[torch.Tensor] = []
         self._standins: Standins | None = None
         self._samples: Samples | None = None
+
+    def _snapshot_of(self, module: nn.Module) -> Snapshot:
+        known, before = self._known, self._known.snapshot
+        if before is not None and before.holds():
+            return before
+        snapshot = Snapshot(module)
+        known.snapshot = snapshot if snapshot.is_lasting else None
+        if before is None or not snapshot.resembles(before):
+            known.forget()  # another mode, other children: the region may do something else now
+        return snapshot
 
     def run(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the forward for the first time."""
@@ -145,14 +151,15 @@ class _Call:
         known.arguments = written | (known.arguments or frozenset())
         changed = self._attributes.close(learns=known.buffers is None)
         known.buffers = changed | (known.buffers or frozenset())
-        num_needed, self._standins, num_bytes = watch.close()
+        ended = watch.close()
+        self._standins = ended.standins
         if record:
             self._learn(frame, record)
         self._counters.checkpointed_calls += 1
-        self._counters.kept_results_bytes += num_bytes if self._standins else 0
+        self._counters.kept_results_bytes += ended.num_bytes if self._standins else 0
         known.learns = frame.num_saves not in known.stops_early
         stops_early = known.stops_early.get(frame.num_saves, False)
-        frame.close(self, last_needed=num_needed - 1 if stops_early else None)
+        frame.close(self, last_needed=ended.num_needed - 1 if stops_early else None)
 
     def _learn(self, frame: Frame, record: Record) -> None:
         """Note what the saves of this call tell of the next ones, and what its own replay has to compute."""
@@ -175,7 +182,7 @@ class _Call:
         frame.drop_all()
 
     def check(self) -> None:
-        """Raise SavedTensorModifiedError if a parameter is not what the forward used."""
+        """Raise SavedTensorModifiedError or ReplayError if a parameter is not what the forward used."""
         self._attributes.check_parameters(self._fqn)
 
     def replay(self, filling: Filling) -> None:
@@ -191,14 +198,13 @@ class _Call:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(filling.pack, _as_it_is))
             if self._standins:
                 stack.enter_context(Standing(self._standins, filling))
-            filling.has_drawn = self._has_drawn
             filling.run(functools.partial(self._forward, *args, **kwargs))
         if self._samples:
             self._samples.check(self._fqn, filling.frame.computed())
             self._samples = None
             self._known.is_proven = True
 
-    def _has_drawn(self) -> bool:
+    def has_drawn(self) -> bool:
         """Tell whether torch's random streams have come as far as at the end of the forward."""
         return all(map(torch.equal, self._surroundings.drawn(), self._drawn))
 
