@@ -2,15 +2,31 @@
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, get_args
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from memopt.analyze import analyze
-from memopt.config import Config, parse_config, passes_for, validate_activation_checkpoint, validate_attention_swap
-from memopt.errors import IllegalValueError, NoSelfAttentionError, RequestError
+from memopt.config import (
+    CheckpointMode,
+    Config,
+    SwapMode,
+    parse_config,
+    passes_for,
+    validate_activation_checkpoint,
+    validate_attention_swap,
+)
+from memopt.errors import (
+    IllegalValueError,
+    NoLayerContainerError,
+    NoSelfAttentionError,
+    NothingToCheckpointError,
+    RequestError,
+)
 from memopt.ir import ModuleGraph, Plan
 from memopt.passes import Pass, Pipeline, make_pass
 from memopt.runtime import (
@@ -27,6 +43,7 @@ from memopt.runtime import undo as undo_rewriting
 __all__ = ["analyze", "apply", "plan", "undo"]
 
 AnyConfig = Config | Mapping[str, Any]
+_LEGAL = "a mapping like {'activation_swap': 'attention'} or a memopt.Config"
 
 
 def plan(
@@ -38,13 +55,18 @@ def plan(
 ) -> Plan:
     """Decide what the saved tensors of a traced model do, by a configuration or its keys as keyword arguments.
 
-    `passes`, or their names with options, replace the pipeline that the configuration stands for. Raises MemoptError.
+    `passes`, or their names with options, go without a configuration, which stands for passes too. Raises MemoptError.
     """
     config = _config(config, options)
     validate_attention_swap(config)
     validate_activation_checkpoint(config)
     if not isinstance(graph, ModuleGraph):
         raise IllegalValueError("graph", type(graph).__name__, "a ModuleGraph, as memopt.analyze returns it")
+    if passes is not None and config != Config():
+        raise RequestError(
+            f"give passes or a configuration, not both: {_given(config)} would be lost beside the passes; "
+            "what a pass is to do, its own options say"
+        )
     passes = passes_for(config) if passes is None else passes
     passes = [passes] if isinstance(passes, Pass | str) else passes
     return Pipeline([make_pass(p) if isinstance(p, str) else p for p in passes]).run(Plan(graph=graph))
@@ -63,7 +85,9 @@ def apply(
     model = model.module if isinstance(model, DistributedDataParallel) else model
     if isinstance(plan_or_config, Plan):
         return apply_plan(model, plan_or_config)
-    config = _config(plan_or_config, {})
+    config = _config(
+        plan_or_config, {}, legal="a mapping like {'activation_swap': 'attention'}, a memopt.Config or a Plan"
+    )
     validate_attention_swap(config)
     validate_activation_checkpoint(config)
     if inputs is not None:
@@ -88,7 +112,11 @@ def _apply_in_forward(config: Config, model: nn.Module, args: tuple[Any, ...], k
     autocast = "none"
     if torch.is_autocast_enabled(device):
         autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
-    return _trace_and_apply(config, model, (args, kwargs), autocast=autocast)
+    try:
+        return _trace_and_apply(config, model, (args, kwargs), autocast=autocast)
+    except (NoLayerContainerError, NothingToCheckpointError) as error:
+        error.args = (f"{error}: the model waits for another forward until handle.undo() or memopt.undo(model)",)
+        raise
 
 
 def _trace_and_apply(config: Config, model: nn.Module, inputs: Any, *, autocast: str) -> Rewriting:
@@ -101,13 +129,31 @@ def _check(config: Config, model: nn.Module) -> None:
     check_rewritable(model, swaps=config.activation_checkpoint == "off", compiles=config.enable_compile)
 
 
-def _config(config: AnyConfig | None, options: Mapping[str, Any]) -> Config:
+def _config(config: AnyConfig | None, options: Mapping[str, Any], *, legal: str = _LEGAL) -> Config:
     if isinstance(config, Config) and not options:
         return config
     if isinstance(config, Config):
         raise RequestError("give a Config or its keys, not both")
     if not isinstance(config, Mapping | None):
-        raise IllegalValueError(
-            "config", type(config).__name__, "a memopt.Config or a mapping like {'activation_swap': 'attention'}"
-        )
+        value = config if isinstance(config, str | Path) else type(config)
+        raise IllegalValueError("config", value, legal + _hint(config))
     return parse_config({**(config or {}), **options})
+
+
+def _hint(value: object) -> str:
+    """Return how to make a configuration or a plan of a value that is neither, with the semicolon before it."""
+    if isinstance(value, ModuleGraph):
+        return "; of a graph memopt.plan(graph) makes a plan"
+    if not isinstance(value, str | Path):
+        return ""
+    if value in get_args(CheckpointMode):
+        return f"; write {{'activation_checkpoint': {value!r}}}"
+    if value in get_args(SwapMode):
+        return f"; write {{'activation_swap': {value!r}}}"
+    return "; read a YAML file with memopt.config.load_config(path), a saved plan with memopt.load_plan(path)"
+
+
+def _given(config: Config) -> str:
+    """Return what a configuration says that is not the default."""
+    differing = (key for key, value in asdict(config).items() if value != getattr(Config(), key))
+    return " and ".join(f"{key}={getattr(config, key)!r}" for key in differing)

@@ -58,10 +58,10 @@ class UnwritableFileError(RequestError):
 
 
 class IncompatibleError(RequestError):
-    """Two settings that exclude each other; the sentences are those of the RFC."""
+    """Two settings that exclude each other; the sentences begin as those of the RFC."""
 
 
-SWAP_AND_CHECKPOINT = "activation_swap='attention' is incompatible with activation checkpointing"
+SWAP_AND_CHECKPOINT = "activation_swap='attention' is incompatible with activation checkpointing; drop one of the two"
 """What an IncompatibleError says of them, whether the configuration asks for both or the passes do."""
 
 
@@ -151,7 +151,7 @@ class GraphCompileError(MemoptError, AssertionError):
         else:
             what = "is compiled already; give memopt the model as it was before"
             what += f", plan with {flag}, and compile it after memopt.apply" if recomputes else ""
-        super().__init__(f"memopt: {fqn!r} {what}")
+        super().__init__(f"{fqn!r} {what}")
 
 
 class SavedTensorModifiedError(MemoptError, RuntimeError):

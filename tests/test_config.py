@@ -147,11 +147,11 @@ def test_a_missing_file_is_named(tmp_path):
         ({"enable_compile": True}, "activation_swap='attention' is incompatible with torch.compile"),
         (
             {"activation_checkpoint": "full"},
-            "activation_swap='attention' is incompatible with activation checkpointing",
+            "activation_swap='attention' is incompatible with activation checkpointing; drop one of the two",
         ),
         (
             {"activation_checkpoint": "selective"},
-            "activation_swap='attention' is incompatible with activation checkpointing",
+            "activation_swap='attention' is incompatible with activation checkpointing; drop one of the two",
         ),
         ({"pp_size": 2}, "activation_swap='attention' does not support pipeline parallelism"),
         (

@@ -112,8 +112,9 @@ def _trace_errors(twin: nn.Module, seen: Observation, *, hooked: bool) -> Iterat
         ) from error
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         raise TraceError(
-            f"{type(twin).__name__} cannot be traced without data: {_where(seen)} asks for the values of a "
-            f"tensor ({error}); if a config switch (experts implementation, layerdrop, masks) avoids that, set it"
+            f"{type(twin).__name__} cannot be traced without data: {_where(seen)} asks for the values of a tensor "
+            f"({error}); analyze it with inputs that leave that out (a loss: without labels, which changes no layer), "
+            "or set a switch of its config, where one avoids it"
         ) from error
     except MemoptError:
         raise

@@ -21,11 +21,14 @@ _OWN = frozenset({"_parameters", "_buffers", "_modules", "_backward_pre_hooks"})
 """Attributes in which a module keeps what is copied one by one."""
 _COMPOSABLE = "__composable_api_state_key"
 """What the attributes begin with in which torch's composable APIs keep their state."""
+_RECORDS = "_output_capturing_hooks_installed"
+"""With it transformers remembers that a model has the hooks which record router logits and the like."""
 
 
 def twin_of_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
     """Return a deep copy of a live model on fake tensors, whole and without hooks, in train mode.
 
+    Hooks with which transformers records outputs it puts on the copy itself, where that needs them.
     What FSDP2 has sharded is put together: in forward the parameters are whole, in the dtype of the mixed precision.
     Raises GraphCompileError for a model that torch.compile returned, TraceError for one that cannot be copied.
     """
@@ -33,12 +36,15 @@ def twin_of_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
         raise GraphCompileError(type(model._orig_mod).__name__, state="compiled")
     try:
         with FakeCopyMode(mode):
-            return copy.deepcopy(model, _stand_ins(model, mode)).train()
+            twin: nn.Module = copy.deepcopy(model, _stand_ins(model, mode)).train()
     except Exception as error:
         raise TraceError(
             f"{type(model).__name__} cannot be deep-copied, which tracing needs: {_what_refuses(model, mode, error)}; "
             "take that off or give it a __deepcopy__, or analyze the model's config"
         ) from error
+    for module in twin.modules():
+        module.__dict__.pop(_RECORDS, None)
+    return twin
 
 
 def has_hooks(model: nn.Module) -> bool:

@@ -53,8 +53,7 @@ def analyze(
     if output and save_plan and output.resolve() == save_plan.resolve():
         raise RequestError(f"--output and --save-plan both name {str(output)!r}; give each its own file")
     flags = Flags(config=config, swap=swap, checkpoint=checkpoint)
-    chosen = flags.chosen()
-    pipeline = make_passes(passes, flags, chosen)
+    pipeline = make_passes(passes, flags)
     request = InputRequest(
         batch_size=batch_size,
         seq_length=seq_length,
@@ -70,7 +69,7 @@ def analyze(
         source = find_model(model, num_layers=num_layers)
         say(f"Tracing {source.name}")
         graph = trace(source, request, target_device)
-        plan = memopt.plan(graph, chosen, passes=pipeline)
+        plan = memopt.plan(graph, passes=pipeline)
     if save_plan:
         with writing("plan", save_plan):
             memopt.save_plan(plan, save_plan)
@@ -80,10 +79,10 @@ def analyze(
 def trace(source: "Source", request: InputRequest, target_device: str) -> "ModuleGraph":
     """Trace a model that was found, on the input that the flags ask for."""
     import memopt
-    from memopt.cli.models import adapt_live, attention_of
+    from memopt.cli.models import adapt_live, attention_of, positions_of
 
     given = request.over(source.default)
-    with attention_of(given.attn_implementation):
+    with attention_of(given.attn_implementation), positions_of(source.config, given.seq_length):
         if source.live is not None:
             adapt_live(source.live, dtype=request.dtype, attn_implementation=request.attn_implementation)
         return memopt.analyze(

@@ -53,7 +53,7 @@ def apply(
 ) -> None:
     """Train a few steps with a plan and without it, from the same weights on the same batches, and compare.
 
-    Give one of --config, --plan, --swap and --checkpoint. Batches are random tokens. Losses and gradients must be
+    Give one of --config, --plan, --passes, --swap and --checkpoint. Batches are random tokens. Losses and gradients must be
     equal bit for bit; where the kernels of an accelerator are not deterministic, as near as the run without the plan is
     to itself.
     """

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from memopt.cli.model_config import read_config
-from memopt.errors import IllegalValueError, RequestError, UnknownModelError
+from memopt.errors import IllegalValueError, RequestError, TraceError, UnknownModelError
 from memopt.presets import PRESETS, REAL, DefaultInput, preset_path
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
@@ -77,6 +77,23 @@ def attention_of(name: str | None) -> Iterator[None]:
         yield
     except ImportError as error:
         raise RequestError(f"attn_implementation={name!r} is not available here: {error}") from error
+
+
+@contextmanager
+def positions_of(config: Any, seq_length: int | None) -> Iterator[None]:
+    """Say of an error that comes with more tokens than a model has positions that this may be why."""
+    import torch
+
+    try:
+        yield
+    except (IndexError, TraceError, torch.AcceleratorError) as error:
+        config = config.get_text_config() if hasattr(config, "get_text_config") else config
+        limit = getattr(config, "max_position_embeddings", None)
+        if not isinstance(limit, int) or (seq_length or 0) <= limit:
+            raise
+        raise RequestError(
+            f"--seq-length {seq_length} is more than the model's max_position_embeddings={limit}, and it fails: {error}"
+        ) from error
 
 
 def _known_attentions() -> list[str]:

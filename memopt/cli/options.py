@@ -43,9 +43,8 @@ Checkpoint = Annotated[
     Literal["off", "full", "selective"] | None,
     Parameter(
         help="What to compute a second time in backward instead of saving it: full, everything in the layers (least "
-        "memory, about a third more computation); selective, all but attention, every other matrix product and other "
-        "expensive results (more memory, less computation). It outranks the file's activation_checkpoint, and excludes "
-        "--swap attention."
+        "memory, about a third more computation); selective, what is cheap and every second matrix product (more memory, "
+        "less computation). It outranks the file's activation_checkpoint, and excludes --swap attention."
     ),
 ]
 Passes = Annotated[

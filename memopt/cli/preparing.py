@@ -8,7 +8,7 @@ from torch import nn
 import memopt
 from memopt.analyze import analyze
 from memopt.cli.building import build_model, make_batches, pick_device
-from memopt.cli.models import Source, adapt_live, attention_of, find_model
+from memopt.cli.models import Source, adapt_live, attention_of, find_model, positions_of
 from memopt.cli.proof import Trial
 from memopt.cli.request import InputRequest, PlanRequest
 from memopt.errors import PlanMismatchError
@@ -34,10 +34,11 @@ def prepare(
     model = _build(source, request, given, device=target, seed=seed)
     batches = make_batches(model, given, num=steps, seed=seed)
     say(f"Tracing {source.name}")
-    graph = analyze(model, batches[0], autocast=given.autocast or "none", name=source.name)
+    with positions_of(source.config, given.seq_length):
+        graph = analyze(model, batches[0], autocast=given.autocast or "none", name=source.name)
     if asked.plan:
         check_same_model(asked.plan.graph.model, graph.model)
-    plan = asked.plan or memopt.plan(graph, asked.config, passes=asked.passes)
+    plan = asked.plan or memopt.plan(graph, passes=asked.passes)
     return Trial(model=model, plan=plan, batches=batches, input=graph.input, seed=seed, say=say)
 
 

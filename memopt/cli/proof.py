@@ -8,12 +8,16 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 import memopt
+from memopt.cli.models import positions_of
 from memopt.cli.training import Run, snapshot, train
 from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, replay_faults, training_faults
 from memopt.ir import Plan, PlanAccount, TraceInput, account
 
 if TYPE_CHECKING:
     from memopt.runtime import Stats
+
+
+_NOTHING = "the plan swaps and recomputes nothing"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +28,7 @@ class Proof:
     differences: tuple[str, ...]
     """How the planned run trained differently; empty if it did not, or if nobody asked."""
     contradictions: tuple[str, ...]
-    """Where the counters contradict the plan."""
+    """Where the counters contradict the plan, or that it does nothing."""
     predicted: bool
     """Whether the plan's bytes were held against the counters."""
 
@@ -54,14 +58,15 @@ class Trial:
     def run(self, start: Mapping[str, Any], name: str) -> Run:
         """Train once from the given weights."""
         say = self.say
-        return train(
-            self.model,
-            start,
-            self.batches,
-            autocast=self.input.autocast,
-            seed=self.seed,
-            say=lambda doing: say(f"Training {name}: {doing}"),
-        )
+        with positions_of(getattr(self.model, "config", None), self.input.seq_length):
+            return train(
+                self.model,
+                start,
+                self.batches,
+                autocast=self.input.autocast,
+                seed=self.seed,
+                say=lambda doing: say(f"Training {name}: {doing}"),
+            )
 
 
 def prove(trial: Trial, *, verify: bool) -> Proof:
@@ -115,10 +120,17 @@ def _run_with_plan(trial: Trial, start: Mapping[str, Any]) -> "tuple[Run, Stats]
 
 
 def _contradictions(trial: Trial, totals: PlanAccount, stats: "Stats") -> list[str]:
+    """Return why equal results do not prove the plan."""
+    if _does_nothing(totals):
+        return [f"{_NOTHING}, so that equal results prove nothing"]
     return [
         *copy_faults(totals, _copies(trial, totals, stats)),
         *replay_faults(totals, stats.replayed_calls),
     ]
+
+
+def _does_nothing(totals: PlanAccount) -> bool:
+    return not totals.swap_bytes and not any(target.recompute for target in totals.targets)
 
 
 def _copies(trial: Trial, totals: PlanAccount, stats: "Stats") -> Copies:
@@ -169,8 +181,8 @@ def _notes(trial: Trial, totals: PlanAccount, baselines: Sequence[Run], planned:
     notes = []
     if baselines and planned.any_nan and baselines[0].any_nan:
         notes.append("the loss is NaN in both runs")
-    if not totals.swap_bytes and not any(target.recompute for target in totals.targets):
-        notes.append("the plan swaps nothing, so that equal results prove nothing")
+    if not baselines and _does_nothing(totals):
+        notes.append(_NOTHING)
     if differing := input_differences(trial.plan.graph.input, trial.input):
         notes.append(
             f"the plan was made for another input ({'; '.join(differing)}): "

@@ -1,6 +1,6 @@
 """What the flags ask for: a configuration, passes, an input."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -62,10 +62,9 @@ class Flags:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
-    """The plan that the flags ask for: one that was saved, or a configuration and passes to make one."""
+    """The plan that the flags ask for: one that was saved, or passes to make one."""
 
     plan: Plan | None = None
-    config: Config = field(default_factory=Config)
     passes: tuple[Pass, ...] = ()
 
     @classmethod
@@ -79,15 +78,15 @@ class PlanRequest:
             return cls(plan=load_plan(plan))
         if not flags and passes is None:
             raise RequestError(
-                "what to apply? give one of --config FILE, --plan PLAN.json, --swap attention and --checkpoint full"
+                "what to apply? give one of --config FILE, --plan PLAN.json, --passes LIST, --swap attention and "
+                "--checkpoint full"
             )
-        chosen = flags.chosen()
-        return cls(config=chosen, passes=make_passes(passes, flags, chosen))
+        return cls(passes=make_passes(passes, flags))
 
 
-def make_passes(names: str | None, flags: Flags, chosen: Config) -> tuple[Pass, ...]:
+def make_passes(names: str | None, flags: Flags) -> tuple[Pass, ...]:
     """Return the passes that `names` lists, else those that the configuration asks for; raises RequestError."""
-    asked = passes_for(chosen)
+    asked = passes_for(flags.chosen())
     if names is None:
         return tuple(map(make_pass, asked))
     if flags:

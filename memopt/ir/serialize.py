@@ -1,5 +1,6 @@
 """Plans to and from JSON; pydantic validates what comes in, so that a bad file is named, not guessed at."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,9 @@ def plan_from_json(text: str | bytes, *, path: object = "text") -> Plan:
     try:
         document = _document().model_validate_json(text)
     except ValidationError as error:
+        if _is_report(text):
+            why = "it is a report; memopt-analyze --save-plan PLAN.json writes a plan"
+            raise UnreadableFileError("plan", path, why) from None
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or "document"
         raise UnreadableFileError("plan", path, f"{where}: {first['msg']}") from None
@@ -59,6 +63,15 @@ def load_plan(path: str | Path) -> Plan:
     except OSError as error:
         raise UnreadableFileError("plan", path, error.strerror or str(error)) from None
     return plan_from_json(text, path=path)
+
+
+def _is_report(text: str | bytes) -> bool:
+    """Tell whether a JSON text that is no plan is what memopt-analyze or memopt-apply --format json prints."""
+    try:
+        keys = set(json.loads(text))
+    except (ValueError, TypeError):
+        return False
+    return keys >= {"targets", "swap", "saved"} or keys >= {"verified", "predicted_swap_bytes"}
 
 
 def _decisions(document: Any, path: object) -> dict[RegionKey, Decision]:

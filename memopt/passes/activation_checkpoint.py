@@ -56,7 +56,8 @@ class ActivationCheckpoint(Pass):
     def run(self, plan: Plan) -> Plan:
         """Decide on every layer, and leave alone what is decided already.
 
-        Raises NoLayerContainerError, NothingToCheckpointError, and IncompatibleError where attention is swapped.
+        Raises NoLayerContainerError, NothingToCheckpointError, and IncompatibleError where attention is swapped, or
+        where this pass has decided otherwise with other options.
         """
         graph = plan.graph
         containers = layer_containers(graph)
@@ -76,7 +77,7 @@ class ActivationCheckpoint(Pass):
             plan = plan.note(f"{num_silent} of {len(layers)} layers save nothing for backward and stay as they are")
         if self.mode != "full" and _shares_cache(graph):
             plan = plan.note(DOWNGRADED)
-        decisions = {fqn: decision for fqn, decision in wanted.items() if _is_free(plan, fqn)}
+        decisions = {fqn: decision for fqn, decision in wanted.items() if _is_free(plan, fqn, decision)}
         whole = [fqn for fqn, decision in decisions.items() if decision.policy == self.mode]
         for sentence in why_not_kept(graph, whole, OP_POLICIES[self.mode]):
             plan = plan.note(sentence)
@@ -126,9 +127,16 @@ def _shares_cache(graph: ModuleGraph) -> bool:
     return graph.model.kv_sharing is KvSharing.CACHE
 
 
-def _is_free(plan: Plan, fqn: str) -> bool:
-    """Tell whether nothing is decided on a module, around it or inside it; raises IncompatibleError for a swap."""
+def _is_free(plan: Plan, fqn: str, wanted: Decision) -> bool:
+    """Tell whether nothing is decided on a module, around it or inside it.
+
+    Raises IncompatibleError for a swap, and for what this pass decided there with other options.
+    """
     earlier = plan.related(fqn)
+    if any(decision.by == wanted.by and decision != wanted for decision in earlier):
+        raise IncompatibleError(
+            f"{wanted.by} was run before with other options, and decided otherwise on {fqn!r}; give it once"
+        )
     if any(decision.action is Action.SWAP or decision.by == AttentionSwap.name for decision in earlier):
         raise IncompatibleError(SWAP_AND_CHECKPOINT)
     return not earlier

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memopt.errors import IllegalValueError, NoSelfAttentionError
+from memopt.errors import SWAP_AND_CHECKPOINT, IllegalValueError, IncompatibleError, NoSelfAttentionError
 from memopt.ir import Action, Decision, Plan, RegionKey, account, outermost
 from memopt.passes.base import Pass
 from memopt.units import format_bytes
@@ -26,10 +26,12 @@ class AttentionSwap(Pass):
             raise IllegalValueError("margin_bytes", self.margin_bytes, "None or a whole number of bytes from 0")
 
     def run(self, plan: Plan) -> Plan:
-        """Decide on every target; raises NoSelfAttentionError if there is none."""
+        """Decide on every target; raises NoSelfAttentionError if there is none, IncompatibleError for a recomputed one."""
         targets = outermost(plan.graph, "self_attn")
         if not targets:
             raise NoSelfAttentionError(plan.graph.model.class_name)
+        if any(decision.route for fqn in targets for decision in plan.related(fqn)):  # a pass recomputes it
+            raise IncompatibleError(SWAP_AND_CHECKPOINT)
         swap = Decision(action=Action.SWAP, by=self.name, why="registered as self_attn", policy="attention")
         all_swapped = plan.decide({RegionKey(fqn): swap for fqn in targets if not plan.decided(fqn)})
         kept = self._margin(all_swapped)

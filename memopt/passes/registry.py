@@ -5,7 +5,7 @@ from importlib import import_module
 from types import MappingProxyType
 from typing import Any
 
-from memopt.errors import UnknownNameError
+from memopt.errors import RequestError, UnknownNameError
 from memopt.passes.base import Pass
 
 PASSES = MappingProxyType(
@@ -20,7 +20,7 @@ PASSES = MappingProxyType(
 def make_pass(text: str) -> Pass:
     """Return the pass of that name, with the options that follow it: ``attention-swap:margin_bytes=0``.
 
-    Raises UnknownNameError, and IllegalValueError for an option's value.
+    Raises UnknownNameError, RequestError for an option without a value, IllegalValueError for one with a wrong one.
     """
     name, *options = text.split(":")
     if name not in PASSES:
@@ -40,6 +40,8 @@ def _option(cls: type[Pass], text: str) -> tuple[str, Any]:
     legal = [field.name for field in fields(cls)]
     if key not in legal:
         raise UnknownNameError(f"option of {cls.name}", key, legal)
+    if not value:
+        raise RequestError(f"option {key!r} of {cls.name} has no value; write {key}=VALUE")
     return key, int(value) if value.isdecimal() else _WORDS.get(value, value)
 
 

@@ -100,7 +100,10 @@ def _run_checkpointed(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
 ) -> Any:
-    if not module.training or holds_keys(module, args, kwargs):
+    if not module.training:
+        return forward(*args, **kwargs)
+    if holds_keys(module, args, kwargs):
+        tell_once(module, is_full=True)
         return forward(*args, **kwargs)
     if has_cache(args, kwargs):
         tell_once(module)

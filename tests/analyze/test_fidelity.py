@@ -48,6 +48,8 @@ SMALL = models.batch(seq_length=128)
 CASES = {
     "qwen3-moe": (models.qwen3_moe, {}, SMALL, "none"),
     "qwen3-moe eager": (models.qwen3_moe, {"attn_implementation": "eager"}, SMALL, "none"),
+    "qwen3-moe aux loss": (models.qwen3_moe, {"output_router_logits": True}, SMALL, "none"),
+    "qwen3-moe aux loss padded": (models.qwen3_moe, {"output_router_logits": True}, padded(SMALL), "none"),
     "llama": (models.llama, {}, SMALL, "none"),
     "llama dropout": (models.llama, {"attention_dropout": 0.1}, SMALL, "none"),
     "llama padded": (models.llama, {}, padded(SMALL), "none"),

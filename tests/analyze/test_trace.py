@@ -133,8 +133,48 @@ def test_a_model_that_needs_data_is_an_error_with_a_way_out():
         def forward(self, x):
             return x * self.inner(x).sum().item()
 
-    with pytest.raises(TraceError, match="asks for the values of a tensor"):
+    way_out = r"its forward asks for the values of a tensor \(\S+\); analyze it with inputs .*without labels"
+    with pytest.raises(TraceError, match=way_out):
         memopt.analyze(Peeking(), torch.randn(2, 4))
+
+
+@pytest.mark.parametrize("weights", [None, torch.float32, torch.float16])
+def test_counts_of_a_healthy_run_have_the_length_asked_for(weights):
+    seen = []
+
+    class Routed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.gate = nn.Linear(4, 4)
+
+        def forward(self, x):
+            scores = self.gate(x)
+            weighed = None if weights is None else scores[:, 0].detach().to(weights)
+            counts = torch.bincount(scores.argmax(-1), weighed, minlength=4)
+            seen.append((counts.shape, counts.dtype))
+            return (scores * counts).sum()
+
+    Routed()(torch.randn(6, 4))
+    memopt.analyze(Routed(), torch.randn(6, 4))
+    assert seen[0] == seen[1]
+
+
+def test_counts_of_known_values_are_as_many_as_they_are():
+    class Grouped(nn.Module):
+        def forward(self, x, groups):
+            return (x.exp() * torch.bincount(groups, minlength=2)).sum()
+
+    inputs = {"x": torch.randn(5, requires_grad=True), "groups": torch.tensor([0, 4])}
+    assert [t.shape for t in memopt.analyze(Grouped(), inputs).saved] == [(5,)] * 2
+
+
+def test_counts_of_no_known_length_are_an_error():
+    class Routed(nn.Module):
+        def forward(self, x):
+            return x.exp() * torch.bincount(x.argmax(-1)).sum()
+
+    with pytest.raises(TraceError, match=r"asks for the values of a tensor \(aten\.bincount\.default\)"):
+        memopt.analyze(Routed(), torch.randn(2, 4, requires_grad=True))
 
 
 class Guarded(nn.Module):

@@ -83,17 +83,24 @@ def test_the_headline_says_that_predicted_bytes_were_not_compared(command, tmp_p
 
 def test_nan_in_both_runs_is_no_difference(command):
     code, values, err = as_json(
-        command, "tiny-llama", "--swap", "attention", "--seq-length", "1", "--steps", "1", "--device", "cpu"
+        command, "tiny-llama", "--checkpoint", "full", "--seq-length", "1", "--steps", "1", "--device", "cpu"
     )
     assert (code, err, values["losses_equal"], values["gradients_equal"]) == (0, "", True, True)
     assert values["max_gradient_difference"] == 0
     assert "the loss is NaN in both runs" in values["notes"]
 
 
-def test_a_configuration_that_swaps_nothing_says_that_it_proves_nothing(command):
-    code, values, _ = as_json(command, *TINY, "--swap", "none")
-    assert (code, values["verified"], values["copied_out"]["bytes"]) == (0, True, 0)
-    assert any("prove nothing" in note for note in values["notes"])
+@pytest.mark.parametrize("asked", [("--swap", "none"), ("--checkpoint", "off")])
+def test_a_configuration_that_does_nothing_proves_nothing(command, asked):
+    code, values, err = as_json(command, *TINY, *asked)
+    why = "the plan swaps and recomputes nothing, so that equal results prove nothing"
+    assert (code, err) == (1, f"error: verification failed: {why}\n")
+    assert (values["verified"], values["gradients_equal"], values["copied_out"]["bytes"]) == (False, True, 0)
+    assert values["notes"][0] == why
+    code, out, _ = command("memopt-apply", *TINY, *asked)
+    assert (code, out.startswith("NOT VERIFIED: the plan swaps and recomputes nothing")) == (1, True)
+    code, values, _ = as_json(command, *TINY, *asked, "--no-verify")
+    assert (code, values["verified"], values["notes"][0]) == (0, None, "the plan swaps and recomputes nothing")
 
 
 def test_no_verify_compares_nothing(command):

@@ -96,7 +96,7 @@ def test_frozen_layers_and_dropout(command, name, mode):
 def test_swap_and_checkpoint_exclude_each_other(fails, name, mode):
     assert fails(name, "tiny-qwen3-moe", "--swap", "attention", "--checkpoint", mode) == (
         2,
-        "activation_swap='attention' is incompatible with activation checkpointing",
+        "activation_swap='attention' is incompatible with activation checkpointing; drop one of the two",
     )
 
 

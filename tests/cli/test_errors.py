@@ -9,7 +9,7 @@ import torch
 
 from memopt.cli import analyze as analyze_command
 from memopt.cli.run import run
-from memopt.errors import RequestError
+from memopt.errors import SWAP_AND_CHECKPOINT, RequestError
 from memopt.presets import preset_path
 
 BOTH = pytest.mark.parametrize("name", ["memopt-analyze", "memopt-apply"])
@@ -51,6 +51,10 @@ def test_a_hub_id_that_is_not_in_the_cache(fails, name):
         (
             ["--passes", "activation-checkpoint:mod=full"],
             ["no option of activation-checkpoint is called 'mod'; did you mean 'mode'"],
+        ),
+        (
+            ["--passes", "activation-checkpoint:mode"],
+            ["option 'mode' of activation-checkpoint has no value; write mode=VALUE"],
         ),
         (["--passes", "activation-checkpoint:mode=off"], ["mode='off' is not legal; legal: full, selective"]),
         (
@@ -137,9 +141,21 @@ def test_a_model_without_layers_is_a_failure_of_the_work(fails, name):
 
 
 @BOTH
-def test_swapped_passes_exclude_checkpointing(fails, name):
-    code, line = fails(name, *TINY, "--passes", "attention-swap,activation-checkpoint")
-    assert (code, line) == (2, "activation_swap='attention' is incompatible with activation checkpointing")
+@pytest.mark.parametrize(
+    "passes", ["attention-swap,activation-checkpoint", "activation-checkpoint,attention-swap,prefetch-chain"]
+)
+def test_swapped_passes_exclude_checkpointing(fails, name, passes):
+    code, line = fails(name, *TINY, "--passes", passes)
+    assert (code, line) == (2, SWAP_AND_CHECKPOINT)
+
+
+@BOTH
+def test_one_pass_with_two_sets_of_options(fails, name):
+    code, line = fails(name, *TINY, "--passes", "activation-checkpoint,activation-checkpoint:mode=selective")
+    assert code == 2
+    assert line.startswith(
+        "activation-checkpoint was run before with other options, and decided otherwise on 'model.la"
+    )
 
 
 @BOTH
@@ -280,6 +296,21 @@ def test_a_plan_that_cannot_be_written(fails, tmp_path):
     assert (code, "plan.json' cannot be written: No such file" in line) == (2, True)
 
 
+def test_a_report_is_no_plan(command, fails, tmp_path):
+    path = tmp_path / "report.json"
+    for name in ("memopt-analyze", "memopt-apply"):
+        command(name, *TINY, "--checkpoint", "full", "--format", "json", "--output", path)
+        code, line = fails("memopt-apply", *TINY, "--plan", path)
+        why = "it is a report; memopt-analyze --save-plan PLAN.json writes a plan"
+        assert (code, line) == (2, f"plan '{path}' cannot be read: {why}")
+
+
+def test_more_tokens_than_the_model_has_positions(fails):
+    code, line = fails("memopt-apply", "tests.cli.factories:gpt2", "--checkpoint", "full", "--seq-length", 640)
+    assert code == 2
+    assert line.startswith("--seq-length 640 is more than the model's max_position_embeddings=128, and it fails: index")
+
+
 def test_report_and_plan_want_a_file_each(fails, tmp_path):
     path = tmp_path / "x"
     code, line = fails("memopt-analyze", *TINY, "--output", path, "--save-plan", tmp_path / "." / "x")
@@ -291,7 +322,8 @@ def test_apply_wants_something_to_apply(fails):
     code, line = fails("memopt-apply", "tiny-llama")
     assert (code, line) == (
         2,
-        "what to apply? give one of --config FILE, --plan PLAN.json, --swap attention and --checkpoint full",
+        "what to apply? give one of --config FILE, --plan PLAN.json, --passes LIST, --swap attention and "
+        "--checkpoint full",
     )
 
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from memopt.errors import IncompatibleError, NoLayerContainerError, NothingToCheckpointError
+from memopt.errors import SWAP_AND_CHECKPOINT, IncompatibleError, NoLayerContainerError, NothingToCheckpointError
 from memopt.ir import Action, Decision, Family, Kind, KvSharing, ModuleCall, Plan, RegionKey, SavedTensor, account
 from memopt.passes import ActivationCheckpoint, AttentionSwap, Pipeline
 from tests.builders import MIB, Build, Function, graph_of, mib_save
@@ -237,7 +237,7 @@ def test_swapped_attention_excludes_it(margin_bytes, options):
     swapped = AttentionSwap(margin_bytes=margin_bytes).run(Plan(graph=graph_of(*layers(1), build=NATIVE)))
     with pytest.raises(IncompatibleError) as error:
         ActivationCheckpoint(**options).run(swapped)
-    assert str(error.value) == "activation_swap='attention' is incompatible with activation checkpointing"
+    assert str(error.value) == SWAP_AND_CHECKPOINT
 
 
 # edges

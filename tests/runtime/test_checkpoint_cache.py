@@ -86,6 +86,17 @@ def test_a_cache_that_stays_empty_is_told_of_once_for_each_model(mode, caplog):
     assert "pass use_cache=False" in caplog.text
 
 
+def test_a_cache_that_holds_keys_is_told_of_once(mode, caplog):
+    """PEFT's prefix tuning brings one to every forward, so that nothing is ever checkpointed."""
+    inputs = zoo.batch("llama", use_cache=False)
+    model, handle = checkpointed(zoo.ZOO["llama"](), mode, **inputs)
+    for _ in range(2):
+        prefix_step(model, inputs)
+        assert [record.name for record in caplog.records] == ["memopt"]
+    assert "layers whose cache holds keys already (a prefix, a prompt) are not checkpointed" in caplog.text
+    assert calls(handle) == (0, 0)
+
+
 @pytest.mark.parametrize("name", ["gemma3n", "gemma4"])
 def test_keys_shared_through_a_dict_need_no_downgrade(name, mode):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name, use_cache=False)

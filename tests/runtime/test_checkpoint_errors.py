@@ -225,7 +225,20 @@ def plan_twice():
 
 
 SWAP_TOO = {"activation_checkpoint": "full", "activation_swap": "attention"}
+
+
+def train_frozen_lazily():
+    model = frozen()
+    memopt.apply(model, {"activation_checkpoint": "selective"})
+    model(torch.randn(2, 4))
+
+
 REFUSED = {
+    "nothing trained in the first forward": (
+        NothingToCheckpointError,
+        r"set activation_checkpoint to off: .* until handle.undo\(\) or memopt.undo\(model\)$",
+        train_frozen_lazily,
+    ),
     "both in a plan": (IncompatibleError, "incompatible with", lambda: memopt.plan(graph_of(), **SWAP_TOO)),
     "both in a configuration": (
         IncompatibleError, "activation_swap='attention' is incompatible", lambda: memopt.apply(Stack(), SWAP_TOO),
@@ -234,6 +247,15 @@ REFUSED = {
         IncompatibleError,
         "activation_swap='attention' is incompatible with activation checkpointing",
         lambda: memopt.plan(memopt.analyze(zoo.ZOO["llama"](), long()), passes=[AttentionSwap(), ActivationCheckpoint()]),
+    ),
+    "both as passes, in the other order": (
+        IncompatibleError,
+        "activation_swap='attention' is incompatible with activation checkpointing; drop one of the two",
+        lambda: memopt.plan(graph_of(), passes=[ActivationCheckpoint(), AttentionSwap()]),
+    ),
+    "one pass with two modes": (
+        IncompatibleError, "decided otherwise on 'model.layers.0'; give it once",
+        lambda: memopt.plan(graph_of(), passes=[ActivationCheckpoint(mode=mode) for mode in ("selective", "full")]),
     ),
     "transformers' own": (
         IncompatibleError, "call model.gradient_checkpointing_disable",

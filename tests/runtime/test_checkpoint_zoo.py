@@ -13,7 +13,6 @@ from tests.runtime.checkpoints import MODES, calls, plan_of
 
 POSITIONS = torch.arange(zoo.SEQ_LENGTH).expand(3, zoo.BATCH_SIZE, -1)
 TRACED_WITH = {
-    "qwen3_moe_aux_loss": lambda batch: batch | {"output_router_logits": False},
     "wav2vec2_conformer": lambda batch: {key: value for key, value in batch.items() if key != "labels"},
     "qwen2_5_vl": lambda batch: batch | {"position_ids": POSITIONS},
 }

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import re
 import types
 
 import pytest
@@ -220,8 +221,23 @@ def test_wrong_configurations_name_the_legal_ones(inputs):
     graph = memopt.analyze(models.SharedAttention(), inputs)
     with pytest.raises(RequestError, match="'activation_swp'; did you mean 'activation_swap'"):
         memopt.plan(graph, activation_swp="attention")
-    with pytest.raises(RequestError, match="config='str' is not legal"):
-        memopt.apply(models.SharedAttention(), "attention")
+    legal = "is not legal; legal: a mapping like .*, a memopt.Config or a Plan"
+    for value, shown, way_out in (
+        ("attention", "'attention'", "write {'activation_swap': 'attention'}"),
+        ("full", "'full'", "write {'activation_checkpoint': 'full'}"),
+        ("memopt.yaml", "'memopt.yaml'", "memopt.config.load_config(path), a saved plan with memopt.load_plan(path)"),
+        (graph, ".*ModuleGraph'>", "memopt.plan(graph) makes a plan"),
+        (3, "<class 'int'>", ""),
+    ):
+        with pytest.raises(RequestError, match=f"config={shown} {legal}.*{re.escape(way_out)}$"):
+            memopt.apply(models.SharedAttention(), value)
+
+
+def test_passes_exclude_a_configuration(inputs):
+    graph = memopt.analyze(models.SharedAttention(), inputs)
+    assert memopt.plan(graph, memopt.Config(), passes=["attention-swap"]).decisions
+    with pytest.raises(RequestError, match="not both: activation_checkpoint='selective' and enable_compile=True would"):
+        memopt.plan(graph, passes=["attention-swap"], activation_checkpoint="selective", enable_compile=True)
 
 
 def test_a_failure_half_way_restores_everything(inputs, monkeypatch):

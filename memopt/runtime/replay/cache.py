@@ -8,8 +8,16 @@ from weakref import WeakValueDictionary
 from torch import nn
 
 _logger = logging.getLogger("memopt")
-_told: WeakValueDictionary[int, Any] = WeakValueDictionary()
-"""The models whose users know of a dropped cache, each by its configuration."""
+_told: WeakValueDictionary[tuple[int, bool], Any] = WeakValueDictionary()
+"""The models whose users know of a dropped or a full cache, each by its configuration and which of the two."""
+_STAYS_EMPTY = (
+    "use_cache=True is incompatible with activation checkpointing: the cache stays empty while the model trains; "
+    "pass use_cache=False, or train on a cache that a forward under torch.no_grad() has filled"
+)
+_HOLDS_KEYS = (
+    "layers whose cache holds keys already (a prefix, a prompt) are not checkpointed while the model trains on it: "
+    "activation checkpointing steps aside there, and saves no memory"
+)
 
 
 def holds_keys(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -36,16 +44,13 @@ def has_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     return any(_is_cache(value) for value in (*args, *kwargs.values()))
 
 
-def tell_once(module: nn.Module) -> None:
-    """Say that a cache stays empty, as transformers does under its own checkpointing: once for each model."""
+def tell_once(module: nn.Module, *, is_full: bool = False) -> None:
+    """Say what becomes of a cache, as transformers does under its own checkpointing: once for each model."""
     configs = (child.__dict__.get("config") for child in module.modules())
     model = next((config for config in configs if config is not None), type(module))
-    if _told.get(id(model)) is not model:
-        _told[id(model)] = model
-        _logger.warning(
-            "use_cache=True is incompatible with activation checkpointing: the cache stays empty while the model trains; "
-            "pass use_cache=False, or train on a cache that a forward under torch.no_grad() has filled"
-        )
+    if _told.get((id(model), is_full)) is not model:
+        _told[id(model), is_full] = model
+        _logger.warning(_HOLDS_KEYS if is_full else _STAYS_EMPTY)
 
 
 def _is_cache(value: Any) -> bool:
