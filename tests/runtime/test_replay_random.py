@@ -1,5 +1,6 @@
 """A replay draws what the forward drew, from whatever generator, and leaves the generator where the forward left it."""
 
+import copy
 import random
 
 import numpy
@@ -76,3 +77,39 @@ def test_one_normal_that_numpy_kept_back_is_drawn_again():
         numpy.random.seed(seed)
         numpy.random.normal()
         assert_identical(want, trained(model, lambda m: m(x), seed))
+
+
+class DrawsFromNumpy(nn.Module):
+    """Draw normals from numpy's global generator, of which it makes two at a time and keeps one back."""
+
+    def __init__(self, num_normals):
+        super().__init__()
+        self.lin, self.num_normals = nn.Linear(4, 4), num_normals
+
+    def forward(self, x):
+        noise = numpy.random.normal(size=self.num_normals).sum() if self.num_normals else 1.0
+        return self.lin(x.sin() * float(noise)).tanh()
+
+
+@pytest.mark.parametrize("drawn_between", [0, 1, 2])
+@pytest.mark.parametrize("drawn_before", [0, 1])
+@pytest.mark.parametrize("num_normals", [0, 1, 2, 3])
+def test_numpys_generator_is_where_the_step_left_it(num_normals, drawn_before, drawn_between):
+    torch.manual_seed(0)
+    plain = nn.Sequential(*(DrawsFromNumpy(num_normals) for _ in range(3)))
+    model, x = copy.deepcopy(plain), torch.randn(2, 4)
+    for layer in model:
+        recomputed(layer, "full")
+    results = []
+    for one in (plain, model):
+        numpy.random.seed(3)
+        numpy.random.normal(size=drawn_before)
+        results.append([])
+        for _ in range(2):
+            one.zero_grad()
+            loss = one(x).square().sum()
+            numpy.random.normal(size=drawn_between)
+            loss.backward()
+            results[-1] += [p.grad.clone() for p in one.parameters()]
+        results[-1].append(torch.tensor(numpy.random.normal(size=3)))
+    assert all(map(torch.equal, *results))
