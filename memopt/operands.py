@@ -58,11 +58,9 @@ def source_of(saved: torch.Tensor, operands: list[torch.Tensor]) -> Source | Non
     return None
 
 
-def looks_of_call(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+def looks_of_call(operands: list[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return what the arguments of a call look like. Equal looks: the function did the same, to other values."""
-    operands = operands_of(args, kwargs)
-    shared = object() if operands is None else _shared(operands)
-    return shared, _look(args), tuple(kwargs), _look(tuple(kwargs.values()))
+    return _shared(operands), _look(args), tuple(kwargs), _look(tuple(kwargs.values()))
 
 
 def _shared(operands: list[torch.Tensor]) -> tuple[tuple[int, int], ...]:

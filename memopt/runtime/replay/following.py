@@ -36,12 +36,14 @@ class Recalled:
         """Keep the result of a call, by the number of saves before it."""
         self._results[result.call.begin] = result
 
-    def result_of(self, number: int, func: Function, position: int, args: Any, kwargs: Any) -> Result | None:
+    def result_of(self, number: int, func: Function, position: int) -> Result | None:
         """Return what stands for a call of the replay, None where it is not the one of the recipe."""
         result = self._results.get(position)
-        if result is None or (result.call.number, result.call.func) != (number, func):
-            return None
-        return result if looks_of_call(args, kwargs) == result.call.looks else None
+        return result if result is not None and (result.call.number, result.call.func) == (number, func) else None
+
+    def fits(self, result: Result, operands: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
+        """Tell whether a call of the replay looks like the one of the recipe."""
+        return looks_of_call(operands, args, kwargs) == result.call.looks
 
 
 class Following:

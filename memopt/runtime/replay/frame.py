@@ -219,7 +219,8 @@ class Filling:
         if self._position in self._missing:
             self.frame.fill(self._position, tensor)
             self._missing.remove(self._position)
-            self._last_operation = sequence_number()
+            if not self._missing:
+                self._last_operation = sequence_number()
         self.skip()
         return tensor.detach()
 

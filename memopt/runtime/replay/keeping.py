@@ -63,7 +63,7 @@ class Keeping(ExpensiveFunctions):
             output = func(*args, **kwargs)
         finally:
             self._gate = None
-        call = Call(len(self._results.calls), func, begin, self._frame.num_saves, looks_of_call(args, kwargs))
+        call = Call(len(self._results.calls), func, begin, self._frame.num_saves, looks_of_call(operands, args, kwargs))
         return output, result_of_call(call, output, operands, gate, self._frame)
 
     def capture(self, module: nn.Module, output: Any) -> None:

@@ -40,10 +40,6 @@ class Result:
         """Tell whether nobody has written to it since. A function's output has the version that its users see."""
         return all(tensor._version == version for tensor, version in self.versions)
 
-    def fits(self, operands: list[torch.Tensor]) -> bool:
-        """Tell whether what it saves can be made from these operands."""
-        return all(s.fits(operands) for s in self.saves if isinstance(s, Source))
-
     def again(self) -> Any:
         """Return the outputs as the function would."""
         if isinstance(self.outputs, torch.Tensor):
@@ -156,11 +152,15 @@ class Results:
             kept |= result.storages if result is not None else {}
         return sum(kept.values())
 
-    def result_of(self, number: int, func: Function, position: int, args: Any, kwargs: Any) -> Result | None:
+    def result_of(self, number: int, func: Function, position: int) -> Result | None:
         """Return what stands for a call in the replay; raises ReplayError where the forward called another function."""
         if number >= len(self.calls) or self.calls[number][0] is not func:
             raise ReplayError(self.fqn, f"called {getattr(func, '__name__', func)!r} where the forward did not")
         return self.calls[number][1]
+
+    def fits(self, result: Result, operands: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
+        """Tell whether what a call saves can be made from the operands of the replay."""
+        return all(save.fits(operands) for save in result.saves if isinstance(save, Source))
 
     def _drop_tail(self, frame: Frame) -> None:
         for position in self._tail:

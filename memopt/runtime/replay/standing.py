@@ -21,8 +21,11 @@ class Standins(Protocol):
     policy: OpPolicy
     fqn: str
 
-    def result_of(self, number: int, func: Function, position: int, args: Any, kwargs: Any) -> Result | None:
+    def result_of(self, number: int, func: Function, position: int) -> Result | None:
         """Return what stands for a call of the replay, by its number and how many saves were made before it."""
+
+    def fits(self, result: Result, operands: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
+        """Tell whether it may stand for a call with these arguments."""
 
 
 class Standing(ExpensiveFunctions):
@@ -36,12 +39,12 @@ class Standing(ExpensiveFunctions):
 
     def _call(self, func: Function, family: Family, args: Any, kwargs: Any) -> Any:
         """Return a kept result, or call the function."""
-        result = self._results.result_of(self._number, func, self._filling.position, args, kwargs)
+        result = self._results.result_of(self._number, func, self._filling.position)
         self._number += 1
         if result is None or not result.is_valid() or (result.saves and not self._would_save()):
             return func(*args, **kwargs)
         operands = operands_of(args, kwargs)
-        if operands is None or not result.fits(operands):
+        if operands is None or not self._results.fits(result, operands, args, kwargs):
             return func(*args, **kwargs)
         self._save(result, operands)
         return result.again()
