@@ -47,10 +47,8 @@ def operands_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.
 def source_of(saved: torch.Tensor, operands: list[torch.Tensor]) -> Source | None:
     """Return where a tensor that was saved in a call came from, None if it was made in the call."""
     extent = _extent_of(saved)
-    by_extent = sorted(
-        enumerate(operands), key=lambda one: _extent_of(one[1]) != extent
-    )  # not another chunk, if it can
-    for position, operand in by_extent:
+    # First those that lie as the saved tensor does: of chunks of one tensor, each shares the storage of all.
+    for position, operand in sorted(enumerate(operands), key=lambda one: _extent_of(one[1]) != extent):
         shares = storage_key(saved) == storage_key(operand)
         if (shares and saved.dtype is operand.dtype) or _is_cast(saved, operand):
             offset = int(saved.storage_offset()) - int(operand.storage_offset() if shares else 0)

@@ -50,7 +50,7 @@ def twin_of_model(model: nn.Module, mode: FakeTensorMode) -> nn.Module:
 def has_hooks(model: nn.Module) -> bool:
     """Tell whether a forward of a live model calls hooks, our own aside; its twin has none."""
     hooks = (hook for m in model.modules() for hook in (*m._forward_hooks.values(), *m._forward_pre_hooks.values()))
-    return any(not type(hook).__module__.startswith("memopt.") for hook in hooks)
+    return any(not str(getattr(hook, "__module__", "")).startswith("memopt.") for hook in hooks)
 
 
 def _what_refuses(model: nn.Module, mode: FakeTensorMode, error: Exception) -> str:

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import memopt
+from memopt.analyze.twin import has_hooks
 from memopt.runtime.replay import run as run_module
 from memopt.runtime.replay.captures import capture_output
 from memopt.runtime.replay.keeping import Keeping
@@ -278,6 +279,7 @@ def captures(model):
 def test_a_copy_and_a_pickle_find_for_themselves_and_undo_leaves_no_hook(attending, watched):
     plain, model, handle = attending
     assert captures(model) > 0
+    assert not has_hooks(model), "of the user"
     buffer = io.BytesIO()
     torch.save(model, buffer)
     buffer.seek(0)

@@ -15,11 +15,11 @@ from torch import nn
 from memopt.ir import OpPolicy
 from memopt.operands import looks_of_call
 from memopt.runtime.replay.captures import capturing
-from memopt.runtime.replay.dropping import Ended
 from memopt.runtime.replay.frame import Frame, Handle
 from memopt.runtime.replay.places import Function
 from memopt.runtime.replay.recipes import Ingredient, Recipe, Shelf
 from memopt.runtime.replay.results import Held, Result, storages_of
+from memopt.runtime.replay.watch import Ended
 
 _Versioned = tuple[torch.Tensor, int]
 

@@ -11,12 +11,12 @@ from memopt.ir import Family, OpPolicy
 from memopt.operands import looks_of_call, operands_of
 from memopt.operations import draws
 from memopt.runtime.replay.captures import capturing
-from memopt.runtime.replay.dropping import Ended
 from memopt.runtime.replay.frame import Frame, Handle
 from memopt.runtime.replay.functions import ExpensiveFunctions
 from memopt.runtime.replay.places import Call, Function
 from memopt.runtime.replay.recipes import Shelf
 from memopt.runtime.replay.results import Result, Results, result_of_call
+from memopt.runtime.replay.watch import Ended
 
 
 class Keeping(ExpensiveFunctions):

@@ -15,7 +15,7 @@ from memopt.runtime.counters import Counters
 from memopt.runtime.region import Region, habits_of
 from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
-from memopt.runtime.replay.dropping import Dropping, Watch
+from memopt.runtime.replay.dropping import Dropping
 from memopt.runtime.replay.following import Following
 from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
 from memopt.runtime.replay.hooks import HookRecord
@@ -24,6 +24,7 @@ from memopt.runtime.replay.proof import Record, Samples
 from memopt.runtime.replay.recipes import Recipes, Shelf
 from memopt.runtime.replay.standing import Standing, Standins
 from memopt.runtime.replay.surroundings import Surroundings
+from memopt.runtime.replay.watch import Watch
 
 Forward = Callable[..., Any]
 
