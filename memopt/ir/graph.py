@@ -85,8 +85,29 @@ class ModuleCall:
     end_save: int
     inputs: tuple[tuple[int, int], ...] = ()
     """(storage, bytes) of the tensors in its arguments, parameters and buffers left out."""
+    outputs: tuple[tuple[int, int], ...] = ()
+    """(storage, bytes) of the tensors that it returned, parameters and buffers left out."""
     flops: int = 0
     """Of the operations in it that have any (torch's registry of formulas), its children's included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCall:
+    """One call of a part of a module's forward that is a method of its own, as transformers' experts' activation is.
+
+    It owns the saves ``first_save <= index < end_save``.
+    """
+
+    region: str
+    """The name of the part, one of `memopt.ir.regions`."""
+    call: int
+    """The innermost module call that was active: that of the module whose method it is."""
+    first_save: int
+    end_save: int
+    inputs: tuple[tuple[int, int], ...]
+    """(storage, bytes) of the tensors in its arguments, parameters and buffers left out."""
+    outputs: tuple[tuple[int, int], ...]
+    """(storage, bytes) of the tensors that it returned, parameters and buffers left out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -168,6 +189,8 @@ class ModuleGraph:
     """Storages that the caller holds anyway: the model's inputs and outputs."""
     functions: tuple[FunctionCall, ...] = ()
     """The expensive functions, in the order of their calls."""
+    parts: tuple[PartCall, ...] = ()
+    """The parts of forwards that are methods of their own, in the order of their calls."""
     checkpointed: tuple[str, ...] = ()
     """FQNs of the modules that the model's own forward calls inside of torch's checkpoint: of them nothing is saved."""
     notes: tuple[str, ...] = ()
