@@ -21,8 +21,10 @@ class Action(enum.StrEnum):
 
 
 COMPILE = "compile"
-ROUTES = ("native", "submodule", "layer", COMPILE)
-"""The ways of the RFC to recompute: as transformers would, parts of a layer, a whole layer, what torch.compile takes."""
+RECIPE = "recipe"
+ROUTES = ("native", "submodule", "layer", COMPILE, RECIPE)
+"""The ways to recompute, those of the RFC first: as transformers would, parts of a layer, a whole layer, what
+torch.compile takes, and light parts whose outputs are not kept either."""
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -34,7 +34,9 @@ MODULE = "module:"
 """The prefix of a region that is a module, named by a pattern; in a plan by its path from the decided module."""
 ALL_REGIONS = (*REGIONS, FUSED_GROUP_MLP)
 
-_ATTENTION = frozenset({"self_attn", "self_attention", "attention", "attn", "encoder_attn", "cross_attn", "crossattention"})
+_ATTENTION = frozenset(
+    {"self_attn", "self_attention", "attention", "attn", "encoder_attn", "cross_attn", "crossattention"}
+)
 _MLP = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "intermediate", "output"})
 _ATTENTION_NORMS = frozenset(
     {

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from memopt.errors import PlanMismatchError, RewriteError
@@ -11,6 +12,8 @@ from memopt.runtime.contract import check_rewritable, preserved
 from memopt.runtime.counters import Counters, Stats, summed
 from memopt.runtime.engine import engine_of
 from memopt.runtime.module_state import state_of
+from memopt.runtime.planned import planned_regions
+from memopt.runtime.pool import PoolStats
 from memopt.runtime.region import Region, previous_of, region_of, set_previous
 from memopt.runtime.rewrite import is_rewritten, restore_module, rewrite_module
 
@@ -33,6 +36,15 @@ class Rewriting:
         What torch.compile runs is not counted: in its graph nothing of memopt is left. All zero says no more than that.
         """
         return summed(self.counters)
+
+    def pool_stats(self) -> dict[torch.device, PoolStats]:
+        """Return, for each device of the model, what was asked of its host memory since `reset_pool_stats`."""
+        return {device: engine_of(device).pool.stats() for device in _devices(self.model)}
+
+    def reset_pool_stats(self) -> None:
+        """Count hits, misses and the peak from now on, say at the beginning of a step."""
+        for device in _devices(self.model):
+            engine_of(device).pool.reset_stats()
 
     def undo(self) -> None:
         """Give every rewritten module its own class back."""
@@ -79,8 +91,12 @@ def undo(model: nn.Module) -> None:
 
 def finish_copies(model: nn.Module) -> None:
     """Wait until every copy out of the model's devices has ended and its host memory is where it belongs."""
-    for device in {p.device for p in model.parameters()}:
+    for device in _devices(model):
         engine_of(device).finish()
+
+
+def _devices(model: nn.Module) -> set[torch.device]:
+    return {p.device for p in model.parameters() if p.device.type != "meta"}
 
 
 def _rewriting(model: nn.Module, plan: Plan, regions: Iterable[nn.Module]) -> Rewriting:
@@ -91,16 +107,16 @@ def _regions(model: nn.Module, plan: Plan) -> dict[nn.Module, Region]:
     """Return the modules that a plan means, each with its region; raises PlanMismatchError."""
     regions = {}
     modules = dict(model.named_modules(remove_duplicate=False))
-    for key, decision in plan.decisions.items():
-        expected = plan.graph.by_fqn[key.fqn].class_name
-        module = modules.get(key.fqn)
+    for region in planned_regions(plan):
+        expected = plan.graph.by_fqn[region.fqn].class_name
+        module = modules.get(region.fqn)
         found = "nothing" if module is None else type(module).__name__
         if module is None or not _is_one_of(module, {expected}):
             raise PlanMismatchError(
-                f"the plan was made for another model ({plan.graph.model.name}): at {key.fqn!r} it expects "
+                f"the plan was made for another model ({plan.graph.model.name}): at {region.fqn!r} it expects "
                 f"{expected}, {type(model).__name__} has {found}; make a plan for this model"
             )
-        regions[module] = Region(key.fqn, decision.action, decision.policy, compiles=decision.compiles)
+        regions[module] = region
     kinds = {plan.graph.by_fqn[key.fqn].class_name for key in plan.decisions}
     for fqn, module in modules.items():
         if fqn not in plan.graph.by_fqn and _is_one_of(module, kinds):

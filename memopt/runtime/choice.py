@@ -1,5 +1,6 @@
 """Which saved tensors of one region call are swapped."""
 
+from collections.abc import Callable
 from functools import cached_property
 
 import torch
@@ -8,7 +9,9 @@ from torch.utils.checkpoint import CheckpointPolicy as TorchPolicy
 
 from memopt.errors import IllegalValueError
 from memopt.ir import Action, CheckpointPolicy, Kind
+from memopt.ir.offload import Offload
 from memopt.operands import PLAIN
+from memopt.runtime.marks import is_marked
 from memopt.runtime.policy import SWAPS, policy_of
 from memopt.runtime.region import Region
 from memopt.tensors import is_odd, kind_of, storage_keys
@@ -18,8 +21,8 @@ class Choice:
     """Ask the region's policy, but never swap a parameter, a buffer, a cast of a parameter, or what is elsewhere."""
 
     def __init__(self, region: Region, module: nn.Module, device: torch.device) -> None:
-        self._policy = policy_of(region.policy)
-        self._keeps_all = region.action is Action.KEEP
+        self._policy = _large(region.offload or Offload()) if region.collects else policy_of(region.policy)
+        self._keeps_all = region.action is Action.KEEP and region.offload is None
         self._module = module
         self._device = device
 
@@ -38,6 +41,16 @@ class Choice:
     def _storages(self) -> tuple[frozenset[int], frozenset[int]]:
         """The storages of the parameters and buffers, taken in each call anew: FSDP2 unshards only now."""
         return storage_keys(self._module.parameters()), storage_keys(self._module.buffers())
+
+
+def _large(offload: Offload) -> Callable[[torch.Tensor], CheckpointPolicy]:
+    """Return the policy of parts: by size, whatever is marked left out."""
+
+    def policy(tensor: torch.Tensor) -> CheckpointPolicy:
+        moves = tensor.numel() >= offload.min_tensor_elements and not is_marked(tensor)
+        return CheckpointPolicy.MUST_SWAP if moves else CheckpointPolicy.MUST_SAVE
+
+    return policy
 
 
 def _check_answer(answer: object) -> None:

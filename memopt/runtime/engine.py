@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -32,6 +33,8 @@ class Engine:
         self.backend = backend
         self.pool = HostPool(backend.allocate_host, cap_bytes=cap_bytes, slab_bytes=backend.slab_bytes)
         self.leftovers: deque[Leftover] = deque()
+        self.shared: WeakValueDictionary[tuple[int, int], Slot] = WeakValueDictionary()
+        """The slots that any region may share, by (storage, version): while one lives, its storage's identity is taken."""
         self._pending: deque[Leftover] = deque()
         self._leaving: deque[tuple[Event, int, list[weakref.ref[Slot]]]] = deque()
         self._leaving_bytes = 0
@@ -39,8 +42,11 @@ class Engine:
         self._warned = False
         self._lock = threading.RLock()
 
-    def copy_out(self, slots: Iterable[Slot], counters: Counters) -> None:
-        """Start copying to the host what is only on the device; give back the memory of what has arrived."""
+    def copy_out(self, slots: Iterable[Slot], counters: Counters, *, max_inflight: int | None = None) -> None:
+        """Start copying to the host what is only on the device; give back the memory of what has arrived.
+
+        With `max_inflight` the computation waits until no more than that many groups are on their way.
+        """
         with self._lock:
             self.collect()
             moving = [slot for slot in slots if self._can_leave(slot)]
@@ -50,7 +56,7 @@ class Engine:
                 self._leave(moving, event)
                 counters.copied_out_tensors += len(moving)
                 counters.copied_out_bytes += sum(slot.num_bytes for slot in moving)
-            self._settle(self._in_flight_bytes)
+            self._settle(self._in_flight_bytes, max_inflight)
 
     def load(self, slots: Iterable[Slot], counters: Counters) -> None:
         """Start copying back what is on the host; what has not left the device yet just stays there."""
@@ -121,9 +127,13 @@ class Engine:
         self._leaving.append((event, num_bytes, [weakref.ref(slot) for slot in slots]))
         self._leaving_bytes += num_bytes
 
-    def _settle(self, limit_bytes: int) -> None:
-        """Drop the device copies of what has arrived; wait for the oldest while more than the limit is under way."""
-        while self._leaving and (self._leaving[0][0].done() or self._leaving_bytes > limit_bytes):
+    def _settle(self, limit_bytes: int, limit_groups: int | None = None) -> None:
+        """Drop the device copies of what has arrived; wait for the oldest while more than the limits is under way."""
+        while self._leaving and (
+            self._leaving[0][0].done()
+            or self._leaving_bytes > limit_bytes
+            or (limit_groups is not None and len(self._leaving) > limit_groups)
+        ):
             event, num_bytes, slots = self._leaving.popleft()
             self._leaving_bytes -= num_bytes
             if not event.done():

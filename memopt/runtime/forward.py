@@ -18,7 +18,9 @@ from memopt.runtime.engine import engine_of
 from memopt.runtime.group import Group
 from memopt.runtime.handles import unpack
 from memopt.runtime.module_state import link, state_of
-from memopt.runtime.region import Region, previous_of, region_of
+from memopt.runtime.parts import PartsGroup
+from memopt.runtime.region import Region, method_region, previous_of, region_of
+from memopt.runtime.replan import decide_anew
 from memopt.runtime.replay import run_checkpointed
 from memopt.runtime.replay.cache import has_cache, holds_keys, tell_once, without_cache
 from memopt.runtime.roles import Lesson, signature
@@ -70,10 +72,14 @@ def _run(
 ) -> Any:
     state = state_of(module)
     key = signature(module, args, kwargs, device.type)
-    table = state.tables.get(key)
+    table = state.table_of(key)
     lesson = Lesson() if table is None else None
     choice = Choice(region, module, device)
-    group = Group(region, engine_of(device), state.counters, choice, table=table, lesson=lesson)
+    settings = (region, engine_of(device), state.counters, choice)
+    if region.collects:
+        group: Group = PartsGroup(*settings, table=table, lesson=lesson, swapped=state.swapped.get(key, region.swapped))
+    else:
+        group = Group(*settings, table=table, lesson=lesson)
     link(group, module, previous_of(module))
     _inside.modules.append(module)
     try:
@@ -85,11 +91,27 @@ def _run(
     finally:
         _inside.modules.pop()
     if lesson:
-        state.remember(key, lesson.table(output))
+        state.remember(key, group.learned(lesson.table(output)))
+        if isinstance(group, PartsGroup):
+            decide_anew(module, key, group.sizes)
     group.close()
     if table is not None and not group.fits_table:
-        state.tables.pop(key, None)  # the forward took another way; the next call learns it
+        state.forget(key)  # the forward took another way; the next call learns it
     return output
+
+
+def run_method(
+    module: nn.Module, name: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
+    """Call a method of a module that is recomputed by itself; where there is nothing to save, just call it."""
+    region = region_of(module)
+    if region is None or not module.training:
+        return method(*args, **kwargs)
+    device = _device(module, args, kwargs) if _saves_in_method() else None
+    if device is None:
+        return method(*args, **kwargs)
+    part = method_region(region, name)
+    return run_checkpointed(module, part, method, args, kwargs, device=device, counters=state_of(module).counters)
 
 
 def _run_checkpointed(
@@ -123,9 +145,12 @@ def _inside_of(module: nn.Module, forward: Callable[..., Any], /, *args: Any, **
 
 def _saves(module: nn.Module) -> bool:
     """Tell whether autograd will save real tensors, and no call of this module around us sees to them already."""
+    return not any(inside is module for inside in _inside.modules) and _saves_in_method()
+
+
+def _saves_in_method() -> bool:
     return (
         torch.is_grad_enabled()
-        and not any(inside is module for inside in _inside.modules)
         and torch._C._functorch.peek_interpreter_stack() is None
         and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
         and forward_ad._current_level < 0

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,9 @@ from memopt.runtime.region import Region
 from memopt.runtime.roles import Lesson, Table
 from memopt.runtime.slot import Slot
 from memopt.tensors import storage_key
+
+if TYPE_CHECKING:
+    from memopt.runtime.recipe import Recipe
 
 
 class Group:
@@ -55,7 +59,7 @@ class Group:
         """The region's module."""
         return self._region.fqn
 
-    def pack(self, tensor: torch.Tensor) -> Kept | Swapped:
+    def pack(self, tensor: torch.Tensor) -> "Kept | Swapped | Recipe":
         """Decide on one saved tensor: the hook that autograd calls in the region's forward."""
         handle = self._swapped(tensor) if self._swaps(tensor) else Kept(self, tensor, self._outer)
         if self._lesson:
@@ -63,6 +67,10 @@ class Group:
         else:
             self._follow(tensor)
         return handle
+
+    def learned(self, table: Table) -> Table:
+        """Return what further calls know of this one's saves."""
+        return table
 
     def close(self) -> None:
         """Start the copies of the whole group at once, and let go of what only the forward needed.
@@ -72,7 +80,8 @@ class Group:
         self.fits_table = self.fits_table and self._position == len(self._table)
         self._choice = self._lesson = self._outer = None
         self._known.clear()
-        self.engine.copy_out(self.slots(), self.counters)
+        offload = self._region.offload
+        self.engine.copy_out(self.slots(), self.counters, max_inflight=offload.max_inflight if offload else None)
 
     def slots(self) -> list[Slot]:
         """Return the slots that backward still needs."""

@@ -11,10 +11,12 @@ from memopt.runtime.slot import Slot, State
 
 if TYPE_CHECKING:
     from memopt.runtime.group import Group
+    from memopt.runtime.recipe import Recipe
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
-_NOTHING = torch.empty(0)
+NOTHING = torch.empty(0)
+"""The data of a tensor that is there for its version only."""
 
 
 class Kept:
@@ -36,7 +38,7 @@ class Kept:
         self._group.reach()
         if self._unpack is not None:
             return self._unpack(self._value)
-        _check_version(self._group, self._value, self._version, self._value.shape)
+        check_version(self._group, self._value, self._version, self._value.shape)
         return self._value
 
 
@@ -57,23 +59,38 @@ class Swapped:
         self._version = tensor._version
         # Shares the tensor's version counter, but none of its memory.
         self._witness = tensor.detach()
-        self._witness.data = _NOTHING
+        self._witness.data = NOTHING
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, exact in class, dtype, size and stride; raise as `Kept.unpack`."""
         self._group.reach()
-        _check_version(self._group, self._witness, self._version, self._shape)
+        check_version(self._group, self._witness, self._version, self._shape)
         if self._slot.state is State.STALE:  # written to through another tensor on the storage, with its own version
             raise SavedTensorModifiedError(self._group.fqn, tuple(self._shape), self._version, self._version + 1)
         whole = self._slot.engine.tensor_of(self._slot, self._group.counters)
         # A backward may write to what it unpacked. A view shares its version, so whoever unpacks it next is told.
-        _check_version(self._group, whole, self._slot.version, self._shape)
+        check_version(self._group, whole, self._slot.version, self._shape)
+        if self._slot.is_compact:
+            return self._spread(whole)
         if whole.dtype is not self._dtype:
             whole = _viewed(whole, self._dtype)
         return whole.as_strided(self._shape, self._stride, self._offset)
 
+    def move_to(self, slot: Slot) -> None:
+        """Be a handle on another slot of the same values."""
+        self._slot = slot
 
-def unpack(handle: Kept | Swapped) -> torch.Tensor:
+    def _spread(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return gathered values with the strides that were saved: kernels choose their way by them."""
+        flat = whole.view(-1) if whole.dtype is self._dtype else _viewed(whole, self._dtype)
+        values = flat.view(self._shape)
+        if values.stride() == self._stride:
+            return values
+        with torch.no_grad(), torch.inference_mode(False):
+            return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=values.device).copy_(values)
+
+
+def unpack(handle: "Kept | Swapped | Recipe") -> torch.Tensor:
     """Return what a handle stands for: the hook that autograd calls in backward."""
     return handle.unpack()
 
@@ -85,6 +102,7 @@ def _viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return flat.view(dtype)
 
 
-def _check_version(group: "Group", witness: torch.Tensor, saved_version: int, shape: Iterable[int]) -> None:
+def check_version(group: "Group", witness: torch.Tensor, saved_version: int, shape: Iterable[int]) -> None:
+    """Raise SavedTensorModifiedError if a tensor was written to since it was saved."""
     if witness._version != saved_version:
         raise SavedTensorModifiedError(group.fqn, tuple(shape), saved_version, witness._version)

@@ -2,6 +2,7 @@
 
 import threading
 import weakref
+from collections import Counter
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -10,22 +11,40 @@ from memopt.runtime.counters import Counters
 from memopt.runtime.group import Group
 from memopt.runtime.roles import MAX_TABLES, Signature, Table
 
+MAX_MISFITS = 3
+"""How often a forward may differ from what was learned of it until every call of it is learned (loops over experts)."""
+
 
 class ModuleState:
     """One module's counters, its live groups and the tables it has learned."""
 
-    __slots__ = ("counters", "groups", "tables")
+    __slots__ = ("_misfits", "counters", "groups", "sizes", "swapped", "tables")
 
     def __init__(self) -> None:
         self.counters = Counters()
         self.groups: list[weakref.ref[Group]] = []
         self.tables: dict[Signature, Table] = {}
+        self.sizes: tuple[Signature, dict[str, int]] | None = None
+        """Of a layer of parts: in the last call that learned, what would move of each part in bytes."""
+        self.swapped: dict[Signature, frozenset[str]] = {}
+        """Of a layer of parts: which are swapped, where a signature has another answer than the plan."""
+        self._misfits: Counter[Signature] = Counter()
+
+    def table_of(self, signature: Signature) -> Table | None:
+        """Return what was learned for a signature; None where the forward took another way too often to rely on it."""
+        return None if self._misfits[signature] >= MAX_MISFITS else self.tables.get(signature)
+
+    def forget(self, signature: Signature) -> None:
+        """Learn anew: a call did not save what was learned."""
+        self.tables.pop(signature, None)
+        self._misfits[signature] += 1
 
     def remember(self, signature: Signature, table: Table) -> None:
         """Keep what was learned for a signature, and of all of it the newest."""
         self.tables[signature] = table
         while len(self.tables) > MAX_TABLES:
-            self.tables.pop(next(iter(self.tables)), None)
+            self.tables.pop(oldest := next(iter(self.tables)), None)
+            self.swapped.pop(oldest, None)
 
 
 _STATES: WeakKeyDictionary[nn.Module, ModuleState] = WeakKeyDictionary()

@@ -21,6 +21,21 @@ class Block:
     size: int
 
 
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """What was asked of a pool of host memory since its counters were reset, and what it holds."""
+
+    num_hits: int
+    """Requests met by a block of the same size that had come back."""
+    num_misses: int
+    """Requests for which a block was cut anew, or which the cap refused."""
+    held_bytes: int
+    """Of all slabs; they stay for the next step."""
+    in_use_bytes: int
+    peak_bytes: int
+    """The most that was in use at once."""
+
+
 class HostPool:
     """Hand out and take back blocks of host memory. Not thread-safe: its engine holds the lock.
 
@@ -40,14 +55,29 @@ class HostPool:
         self.cap_bytes = cap_bytes
         self.held_bytes = 0
         self.in_use_bytes = 0
+        self.peak_bytes = 0
+        self.num_hits = 0
+        self.num_misses = 0
 
     def take(self, num_bytes: int) -> Block | None:
         """Return a block, or None if the cap does not allow it."""
         waiting = self._waiting.get(num_bytes)
+        self.num_hits += bool(waiting)
+        self.num_misses += not waiting
         block = waiting.pop() if waiting else self._cut(num_bytes)
         if block is not None:
             self.in_use_bytes += block.size
+            self.peak_bytes = max(self.peak_bytes, self.in_use_bytes)
         return block
+
+    def stats(self) -> "PoolStats":
+        """Return what was asked of the pool, and what it holds."""
+        return PoolStats(self.num_hits, self.num_misses, self.held_bytes, self.in_use_bytes, self.peak_bytes)
+
+    def reset_stats(self) -> None:
+        """Count from now on; the peak starts at what is in use."""
+        self.num_hits = self.num_misses = 0
+        self.peak_bytes = self.in_use_bytes
 
     def give(self, block: Block) -> None:
         """Take a block back."""

@@ -1,5 +1,6 @@
 """What a rewritten module carries in its instance dict: values and a reference to its neighbor, nothing that runs."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -8,11 +9,17 @@ import torch
 from torch import nn
 
 from memopt.ir import Action
+from memopt.ir.offload import Offload
+from memopt.ir.regions import FUSED_GROUP_MLP, FUSED_PARTS, MODULE
 
 REGION = "_memopt_region"
 """The attribute of a rewritten module's Region."""
 PREVIOUS = "_memopt_previous"
 """The attribute of the Neighbor before it in the prefetch chain."""
+METHODS = {"moe_act": "_apply_gate"}
+"""The regions that are methods of a module: transformers' fused experts have all of their activation in one."""
+PARTS = "offload"
+"""The policy of a module whose parts are decided on by name."""
 HABITS = "_memopt_habits"
 """The attribute of a checkpointed module's Habits."""
 
@@ -29,9 +36,56 @@ class Region:
     """Bring a whole group back when backward reaches it, and the one before it; else each tensor when it is needed."""
     compiles: bool = False
     """Whether torch.compile may have the module."""
+    parts: tuple[tuple[str, Action], ...] = ()
+    """The named regions in it with what they do; then `policy` says nothing about them. Empty for a whole module."""
+    offload: Offload | None = None
+    """The settings under which parts are swapped."""
+    is_last: bool = False
+    """Whether it is the last of the prefetch chain: then all shapes of a forward are known."""
+    gives_recipes: bool = False
+    """Whether who saves an output of it is to save a recipe instead: what it needs of the output is made again too."""
 
     def __str__(self) -> str:
+        if self.parts:
+            return ", ".join(f"{name} {action}" for name, action in self.parts)
         return f"{getattr(self.policy, '__name__', self.policy)} {self.action}"
+
+    @property
+    def methods(self) -> tuple[str, ...]:
+        """The methods of the module that are recomputed beside its forward."""
+        recomputed = (name for name, action in self.parts if action is Action.RECOMPUTE)
+        return tuple(METHODS[name] for name in recomputed)
+
+    @property
+    def collects(self) -> bool:
+        """Whether the module's saves go through a group of parts: to be swapped by name, or saved as recipes."""
+        return self.policy == PARTS
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether the module's forward is a region, and not only methods of it."""
+        return self.collects or not self.parts
+
+    @property
+    def swapped(self) -> frozenset[str]:
+        """The names of the parts that are swapped."""
+        return frozenset(name for name, action in self.parts if action is Action.SWAP)
+
+    @property
+    def offloadable(self) -> tuple[str, ...]:
+        """The names of the parts that are swapped, or could be."""
+        return tuple(name for name, action in self.parts if action is not Action.RECOMPUTE)
+
+    def part_of(self, name: str) -> str:
+        """Return the part that a region's name belongs to, empty if nothing is decided on it."""
+        if name in FUSED_PARTS and FUSED_GROUP_MLP in self.offloadable:
+            return FUSED_GROUP_MLP
+        return name if name in self.offloadable else ""
+
+    @property
+    def claimed(self) -> tuple[str, ...]:
+        """The paths of the modules in it that are regions themselves."""
+        return tuple(name.removeprefix(MODULE) for name in self.offloadable if name.startswith(MODULE))
 
 
 class Habits:
@@ -62,6 +116,13 @@ class Neighbor:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Neighbor, (self.module,)
+
+
+@functools.cache
+def method_region(region: Region, name: str) -> Region:
+    """Return the region that a method of a region's module is."""
+    part = next(part for part, method in METHODS.items() if method == name)
+    return Region(f"{region.fqn}:{part}", Action.RECOMPUTE, "full", gives_recipes=True)
 
 
 def region_of(module: nn.Module) -> Region | None:

@@ -13,7 +13,7 @@ from memopt.errors import GraphCompileError, RewriteError
 from memopt.ir import Action
 from memopt.runtime.compiled import forward_for_compile
 from memopt.runtime.contract import check_target
-from memopt.runtime.forward import run_region
+from memopt.runtime.forward import run_method, run_region
 from memopt.runtime.module_state import forget_state
 from memopt.runtime.region import HABITS, PREVIOUS, REGION, Habits, Region, region_of
 from memopt.runtime.replay.captures import stop_watching
@@ -74,8 +74,13 @@ class _ForwardProperty:
 
 
 @functools.cache
-def rewritten_class(base: type, compiles: bool = False) -> type:
-    """Return the subclass of a module class whose forward runs in a region; torch.compile may have it if it `compiles`."""
+def rewritten_class(
+    base: type, compiles: bool = False, methods: tuple[str, ...] = (), has_forward: bool = True
+) -> type:
+    """Return the subclass of a module class whose forward runs in a region; torch.compile may have it if it `compiles`.
+
+    So do some `methods` of it, or these only.
+    """
 
     def get_name(self: nn.Module) -> str:
         region = region_of(self)
@@ -93,7 +98,7 @@ def rewritten_class(base: type, compiles: bool = False) -> type:
     def reduce_ex(self: nn.Module, protocol: Any) -> Any:
         reduced = super(made, self).__reduce_ex__(protocol)  # type: ignore[misc]
         if isinstance(reduced, tuple) and reduced[:2] == (copyreg.__newobj__, (made,)):  # type: ignore[attr-defined]
-            return _new_rewritten, (base, compiles), *reduced[2:]
+            return _new_rewritten, (base, compiles, methods, has_forward), *reduced[2:]
         return reduced
 
     body = {
@@ -106,9 +111,22 @@ def rewritten_class(base: type, compiles: bool = False) -> type:
         "__qualname__": base.__qualname__,
     }
     body |= {} if compiles else {"compile": refuse_compile}
+    body |= {name: _region_method(base, name) for name in methods}
     made = types.new_class(base.__name__, (base,), exec_body=lambda namespace: namespace.update(body))
-    made.forward = forward_for_compile(made, base) if compiles else _ForwardProperty(made)  # type: ignore[attr-defined]
+    if has_forward:
+        made.forward = forward_for_compile(made, base) if compiles else _ForwardProperty(made)  # type: ignore[attr-defined]
     return made
+
+
+def _region_method(base: type, name: str) -> Callable[..., Any]:
+    """Return a method that runs the one of a class in a region."""
+    inner = getattr(base, name)
+
+    @functools.wraps(inner)
+    def method(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return run_method(self, name, functools.partial(inner, self), args, kwargs)
+
+    return method
 
 
 def is_rewritten(module: nn.Module) -> bool:
@@ -125,14 +143,14 @@ def rewrite_module(module: nn.Module, region: Region) -> None:
             "take it off, or plan without enable_compile"
         )
     try:
-        made = rewritten_class(type(module), region.compiles)
+        made = rewritten_class(type(module), region.compiles, region.methods, region.has_forward)
     except Exception as error:
         raise RewriteError(
             f"{type(module).__name__} admits no subclass: {error}; rewrite the modules inside it"
         ) from error
     object.__setattr__(module, "__class__", made)
     module.__dict__[REGION] = region
-    if region.action is Action.RECOMPUTE:
+    if region.action is Action.RECOMPUTE or region.methods:
         module.__dict__[HABITS] = Habits()
 
 
@@ -159,8 +177,8 @@ def _without_ours(cls: type) -> type:
     return type(cls)(cls.__name__, bases, body)
 
 
-def _new_rewritten(base: type, compiles: bool = False) -> nn.Module:
+def _new_rewritten(base: type, *how: Any) -> nn.Module:
     """Return an instance without state, for pickle and deepcopy, which cannot find a generated class by name."""
-    cls = rewritten_class(base, compiles)
+    cls = rewritten_class(base, *how)
     made: nn.Module = cls.__new__(cls)
     return made

@@ -1,5 +1,6 @@
 """Learn which save is which in a region's forward, once a signature; afterwards its position tells."""
 
+import enum
 import threading
 import weakref
 from collections import Counter
@@ -31,6 +32,16 @@ class Role:
     occurrence: int
 
 
+class Move(enum.Enum):
+    """What becomes of a save that its part's name decides on."""
+
+    STAY = enum.auto()
+    WHOLE = enum.auto()
+    """Its storage is swapped, with all other views of it."""
+    GATHER = enum.auto()
+    """Of its storage too little is saved: what is swapped is a copy of the view's own values."""
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One save of a region's forward, by position."""
@@ -38,6 +49,10 @@ class Entry:
     role: Role | None
     """None for a save whose graph was dropped within the forward."""
     looks: "Looks"
+    owner: str = ""
+    """The path of the module that saved it, from the region; known for every save."""
+    move: "Move" = Move.STAY
+    """What a group of parts has decided on it."""
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor looks like the save that was learned."""
@@ -95,7 +110,7 @@ class Lesson:
 
     def note(self, tensor: torch.Tensor, handle: Any) -> None:
         """Note one save, in order; by its handle it is found again, as long as autograd holds that."""
-        self._notes.append((self._calls[-1], Entry(None, looks_of(tensor)), weakref.ref(handle)))
+        self._notes.append((self._calls[-1], Entry(None, looks_of(tensor), self._calls[-1][0]), weakref.ref(handle)))
 
     @contextmanager
     def watching(self, module: nn.Module) -> Iterator[None]:

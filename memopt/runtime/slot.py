@@ -4,6 +4,7 @@ import enum
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.runtime.backends import Event
 from memopt.runtime.pool import Block
@@ -28,6 +29,12 @@ class State(enum.Enum):
     """Overwritten in place before it was copied; whoever unpacks it gets an error."""
 
 
+def gathered(view: torch.Tensor) -> torch.Tensor:
+    """Return a view's values in their order, in a storage of their own."""
+    with torch.no_grad(), torch.inference_mode(False):
+        return torch.empty(view.shape, dtype=view.dtype, device=view.device).copy_(view)
+
+
 class Leftover(NamedTuple):
     """What a dead slot leaves behind, to be given back once `event` is done."""
 
@@ -42,14 +49,22 @@ class Slot:
     Handles own it: when the last one dies, whether backward is done or the graph was dropped, so does the slot.
     """
 
-    __slots__ = ("__weakref__", "device", "engine", "event", "host", "num_bytes", "readers", "state", "version")
+    __slots__ = (
+        "__weakref__", "_gathers", "_storage", "device", "engine", "event", "host", "is_compact", "num_bytes", "readers",
+        "state", "version",
+    )  # fmt: skip
 
-    def __init__(self, engine: "Engine", tensor: torch.Tensor) -> None:
+    def __init__(self, engine: "Engine", tensor: torch.Tensor, *, gathers: bool = False) -> None:
         storage = tensor.untyped_storage()
+        self._storage = StorageWeakRef(storage)
+        """Keeps the storage's identity from being given to another one."""
         self.engine = engine
         self.version = tensor._version
         """What the version of `device` must be as long as nobody has written to it."""
-        self.num_bytes = storage.nbytes()
+        self._gathers = gathers
+        self.is_compact = False
+        """Whether it holds one view's values, in their order, instead of the whole storage."""
+        self.num_bytes = tensor.numel() * tensor.element_size() if gathers else storage.nbytes()
         self.device: torch.Tensor | None = tensor.detach()
         """A tensor on the storage, not the tensor that was saved: that one would keep its own graph alive."""
         self.host: Block | None = None
@@ -59,8 +74,11 @@ class Slot:
         """The streams that have waited for the copy-in; None as long as there was no copy-in."""
 
     def flat(self) -> torch.Tensor:
-        """Return the whole storage on the device as flat bytes."""
+        """Return what is to be copied out as flat bytes; a view is gathered now, and its storage let go."""
         assert self.device is not None
+        if self._gathers:
+            self.device, self.is_compact = gathered(self.device), True
+            self.version = self.device._version
         return torch.empty(0, dtype=torch.uint8, device=self.device.device).set_(self.device.untyped_storage())
 
     def __del__(self) -> None:

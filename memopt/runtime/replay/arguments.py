@@ -34,6 +34,11 @@ class Arguments:
         self._args = [self._node(value, memo) for value in args]
         self._kwargs = {name: self._node(value, memo) for name, value in kwargs.items()}
 
+    @property
+    def taker(self) -> Any:
+        """What packs the saved tensors around the region, if that is one of memopt's."""
+        return None if self._outer is None else getattr(self._outer[0], "__self__", None)
+
     def looks(self) -> tuple[Any, ...]:
         """Return what the tensors look like."""
         return tuple((leaf.tensor.shape, leaf.tensor.dtype, leaf.requires_grad) for leaf in self.leaves)

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 from torch._dynamo.eval_frame import skip_code
+from torch.utils._pytree import tree_leaves
 
 from memopt.autograd import sequence_number
 from memopt.errors import BackwardInsideError, ReplayError
@@ -70,6 +71,8 @@ class Frame:
         """Which backward is in the region; one that failed leaves its number here, and no other has that."""
         self._computed: set[int] = set()
         self._last_needed: int | None = None
+        self._outputs: dict[int, int] = {}
+        """Position -> which of the tensors that the forward returned; these come after those of the saves."""
         self._lock = threading.RLock()
 
     @property
@@ -136,6 +139,23 @@ class Frame:
         self._make_room()
         self._again = again
         self._last_needed = last_needed
+
+    def offer(self, output: torch.Tensor, number: int) -> Handle:
+        """Return a handle for one of the tensors that the forward has returned, once the frame is closed."""
+        handle = self.pack(output)
+        self._outputs[handle.position] = number
+        return handle
+
+    def is_output(self, position: int) -> bool:
+        """Tell whether a position is that of an output; a replay may save more than the forward did."""
+        return position in self._outputs
+
+    def fill_outputs(self, output: Any) -> None:
+        """Take what a replay has returned."""
+        if self._outputs:
+            tensors = tensors_of(output)
+            for position, number in self._outputs.items():
+                self.fill(position, tensors[number])
 
     def value_of(self, position: int) -> torch.Tensor:
         """Return a saved tensor, computed again with all that is missing around it."""
@@ -216,7 +236,7 @@ class Filling:
         """Take one saved tensor: the hook that autograd calls in the replay."""
         if not self._missing and sequence_number() != self._last_operation:
             raise _Filled(self)  # not before: the operation that saves a tensor may fill it after that
-        if self._position in self._missing:
+        if self._position in self._missing and not self.frame.is_output(self._position):
             self.frame.fill(self._position, tensor)
             self._missing.remove(self._position)
             if not self._missing:
@@ -244,7 +264,7 @@ class Filling:
         it in a cycle with the frames, the saved tensors in them, until Python's collector comes.
         """
         try:
-            forward()
+            self.frame.fill_outputs(forward())
         except _Filled as stop:
             if stop.filling is not self:
                 raise
@@ -257,6 +277,11 @@ class _Filled(BaseException):
     def __init__(self, filling: Filling) -> None:
         super().__init__()
         self.filling = filling
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    """Return the tensors in what a forward has returned, in order."""
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _end(ref: "weakref.ref[Frame]") -> None:

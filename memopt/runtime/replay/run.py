@@ -20,6 +20,7 @@ from memopt.runtime.replay.following import Following
 from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
 from memopt.runtime.replay.hooks import HookRecord
 from memopt.runtime.replay.keeping import Keeping
+from memopt.runtime.replay.outputs import offer_outputs
 from memopt.runtime.replay.proof import Record, Samples
 from memopt.runtime.replay.recipes import Recipes, Shelf
 from memopt.runtime.replay.standing import Standing, Standins
@@ -95,6 +96,7 @@ class _Call:
         self._module = module
         self._forward = forward
         self._fqn = region.fqn
+        self._gives_recipes = region.gives_recipes
         self._counters = counters
         self._known = known
         snapshot = self._snapshot_of(module)
@@ -134,6 +136,8 @@ class _Call:
             output = self._forward(*args, **kwargs)
         self._drawn = self._surroundings.drawn()
         self._close(frame, watch, record)
+        if self._gives_recipes:
+            offer_outputs(frame, output, self._arguments)
         return output
 
     def _watch(self, frame: Frame, record: Record | None) -> Watch:

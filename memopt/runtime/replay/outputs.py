@@ -1,0 +1,52 @@
+"""Offer what a recomputed part returns to the layer around it: who saves it then saves a recipe."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memopt.operands import PLAIN
+from memopt.runtime.replay.arguments import Arguments
+from memopt.runtime.replay.frame import Frame, Handle, tensors_of
+from memopt.tensors import is_odd, storage_key
+
+
+@runtime_checkable
+class Taker(Protocol):
+    """What sees to the saves around a recomputed part."""
+
+    def take(self, output: "Output") -> None:
+        """Note a tensor that can be made again."""
+
+
+class Output:
+    """One tensor that a recomputed part has returned, as long as the forward around it runs."""
+
+    __slots__ = ("_node", "_reference", "geometry", "handle", "storage", "version")
+
+    def __init__(self, tensor: torch.Tensor, handle: Handle) -> None:
+        storage = tensor.untyped_storage()
+        self._reference = StorageWeakRef(
+            storage
+        )  # its identity is not given to another storage, though it may be freed
+        self._node = tensor.grad_fn
+        self.storage = storage._cdata
+        self.version = tensor._version
+        self.geometry = tensor.stride(), tensor.storage_offset()
+        self.handle = handle
+
+    def is_source_of(self, node: Any) -> bool:
+        """Tell whether an autograd node is the one that made it."""
+        return self._node is not None and self._node is node
+
+
+def offer_outputs(frame: Frame, output: Any, arguments: Arguments) -> None:
+    """Offer the tensors that a region has made; one that lies in an argument's storage is not its own."""
+    taker = arguments.taker
+    if not isinstance(taker, Taker):
+        return
+    given = {storage_key(leaf.tensor) for leaf in arguments.leaves if leaf.tensor.layout is torch.strided}
+    for number, tensor in enumerate(tensors_of(output)):
+        plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not is_odd(tensor)
+        if plain and storage_key(tensor) not in given:
+            taker.take(Output(tensor, frame.offer(tensor, number)))
