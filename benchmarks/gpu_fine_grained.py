@@ -1,0 +1,157 @@
+"""Fine-grained offload on one GPU: each region alone and the combinations, beside the baseline, in one process.
+
+Of each mode: what is allocated when the forward has ended and its copies are done, against what the plan promises; the
+peak of the step; its time, beside the baseline's step before it.
+
+    python benchmarks/gpu_fine_grained.py qwen3-30b-a3b --seq-length 4096 --output docs/benchmarks/x.json
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+from pathlib import Path
+
+import torch
+from gpu_steps import StepInBackward, build, timed, train_step
+
+import memopt
+from memopt.ir import account
+from memopt.ir.regions import ALL_REGIONS
+from memopt.runtime import finish_copies
+
+PARADIGM = {
+    "activation_offload": {"modules": ["core_attn", "attn_proj", "expert_fc1"]},
+    "recompute": {"modules": ["layernorm", "moe_act"]},
+}
+WARM_UP = 3
+
+
+def modes(regions):
+    """Return the configurations by name: each region alone, with what it needs, and the combinations."""
+    rows = {}
+    for name in regions:
+        needed = ["core_attn", "attn_proj"] if name == "attn_proj" else [name]
+        rows[" + ".join(needed)] = {"activation_offload": {"modules": needed}}
+    rows["recompute layernorm"] = {"recompute": {"modules": ["layernorm"]}}
+    rows["recompute moe_act"] = {"recompute": {"modules": ["moe_act"]}}
+    rows["paradigm"] = PARADIGM
+    rows["paradigm, half of the groups"] = PARADIGM | {
+        "activation_offload": PARADIGM["activation_offload"] | {"fraction": 0.5}
+    }
+    rows["paradigm, moe_act and moe_fc2 too"] = PARADIGM | {
+        "activation_offload": {"modules": [*PARADIGM["activation_offload"]["modules"], "moe_act", "moe_fc2"]}
+    }
+    return rows
+
+
+@contextlib.contextmanager
+def applied(model, plan):
+    handle = memopt.apply(model, plan) if plan else None
+    try:
+        yield handle
+    finally:
+        if handle:
+            handle.undo()
+
+
+def allocated_after_forward(model, batch):
+    """Return the bytes that the device holds between forward and backward, copies done."""
+    loss = model(**batch).loss
+    finish_copies(model)
+    torch.cuda.synchronize()
+    held = torch.cuda.memory_allocated()
+    loss.backward()
+    torch.cuda.synchronize()
+    return held
+
+
+def measure(model, plan, batch, steps):
+    with applied(model, plan) as handle:
+        for _ in range(WARM_UP):
+            timed(model, batch, "cuda")
+        held = allocated_after_forward(model, batch)
+        before = handle.stats() if handle else None
+        rows = [timed(model, batch, "cuda") for _ in range(steps)]
+        after = handle.stats() if handle else None
+    gc.collect()
+    row = {"held_bytes": held, "peak_bytes": max(peak for _, peak in rows), "seconds": min(s for s, _ in rows)}
+    row["median_seconds"] = statistics.median(s for s, _ in rows)
+    if handle:
+        row["copied_bytes"] = (after.copied_out_bytes - before.copied_out_bytes) // steps
+    return row
+
+
+def rows_of(model, graph, batch, steps):
+    """Yield (name, its row): the baseline first, and again before each mode, for its time."""
+    base = measure(model, None, batch, steps)
+    yield "nothing", base
+    for name, config in modes(region_names(graph)).items():
+        plan = memopt.plan(graph, **config)
+        beside = measure(model, None, batch, steps)
+        row = measure(model, plan, batch, steps)
+        totals = account(plan)
+        row["predicted_copied_bytes"] = totals.swap_bytes
+        row["predicted_freed_bytes"] = totals.net_freed_bytes
+        row["freed_bytes"] = base["held_bytes"] - row["held_bytes"]
+        row["peak_freed_bytes"] = base["peak_bytes"] - row["peak_bytes"]
+        row["ratio"] = row["median_seconds"] / beside["median_seconds"]
+        yield name, row
+
+
+def region_names(graph):
+    """Return the regions that the model has."""
+    found = memopt.regions(graph)
+    return [name for name in ALL_REGIONS if name in found]
+
+
+def compare_gradients(stepper, model, graph, batch):
+    """Return, per mode, how many gradients differ from the baseline's by a bit; the baseline's own, run again, first."""
+    reference, loss = stepper.checksums(model, batch)
+    found = {}
+    for name, config in {"nothing, again": None, **modes(region_names(graph))}.items():
+        with applied(model, memopt.plan(graph, **config) if config else None):
+            train_step(model, batch)
+            sums, other_loss = stepper.checksums(model, batch)
+        different = sum(sums[name][0] != reference[name][0] for name in reference)
+        found[name] = {"different": different, "of": len(reference), "loss_equal": loss == other_loss}
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument(
+        "--gradients-only", action="store_true", help="deterministic kernels where there are any; no times"
+    )
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    torch.use_deterministic_algorithms(args.gradients_only)
+    torch.backends.cuda.enable_cudnn_sdp(not args.gradients_only)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(args.preset, args.num_layers, device)
+    ids = torch.randint(0, model.config.vocab_size, (args.batch_size, args.seq_length), device=device)
+    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
+    stepper = StepInBackward(model)
+    graph = memopt.analyze(model, batch, name=args.preset)
+    gc.freeze()  # the collector need not look at the model again and again: a full collection takes a third of a second
+    if args.gradients_only:
+        print(json.dumps(compare_gradients(stepper, model, graph, batch)))
+        return
+    report = {"model": args.preset, "seq_length": args.seq_length, "batch_size": args.batch_size, "modes": {}}
+    report |= {"torch": torch.__version__, "device": torch.cuda.get_device_name()}
+    for name, row in rows_of(model, graph, batch, args.steps):
+        report["modes"][name] = row
+        print(name, json.dumps(row), flush=True)
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        args.output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
