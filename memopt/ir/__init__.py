@@ -11,6 +11,7 @@ from memopt.ir.graph import (
     ModuleCall,
     ModuleGraph,
     ModuleNode,
+    PartCall,
     SavedTensor,
     TraceInput,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "ModuleGraph",
     "ModuleNode",
     "OpPolicy",
+    "PartCall",
     "Plan",
     "PlanAccount",
     "RecomputeAccount",

@@ -10,7 +10,7 @@ from memopt.ir.consistency import first_fault
 from memopt.ir.graph import ModuleGraph
 from memopt.ir.plan import Decision, Plan, RegionKey
 
-PLAN_SCHEMA_VERSION = 4
+PLAN_SCHEMA_VERSION = 5
 
 
 def plan_to_json(plan: Plan) -> str:
@@ -103,7 +103,7 @@ def _document() -> Any:
     return create_model(
         "PlanFile",
         __config__={"extra": "forbid"},
-        schema_version=(Literal[4], ...),
+        schema_version=(Literal[5], ...),
         graph=(ModuleGraph, ...),
         decisions=(list[tuple[str, str, Decision]], ...),
         prefetch_chain=(tuple[str, ...], ...),
