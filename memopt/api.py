@@ -17,8 +17,7 @@ from memopt.config import (
     SwapMode,
     parse_config,
     passes_for,
-    validate_activation_checkpoint,
-    validate_attention_swap,
+    validate,
 )
 from memopt.errors import (
     IllegalValueError,
@@ -58,8 +57,7 @@ def plan(
     `passes`, or their names with options, go without a configuration, which stands for passes too. Raises MemoptError.
     """
     config = _config(config, options)
-    validate_attention_swap(config)
-    validate_activation_checkpoint(config)
+    validate(config)
     if not isinstance(graph, ModuleGraph):
         raise IllegalValueError("graph", type(graph).__name__, "a ModuleGraph, as memopt.analyze returns it")
     if passes is not None and config != Config():
@@ -88,8 +86,7 @@ def apply(
     config = _config(
         plan_or_config, {}, legal="a mapping like {'activation_swap': 'attention'}, a memopt.Config or a Plan"
     )
-    validate_attention_swap(config)
-    validate_activation_checkpoint(config)
+    validate(config)
     if inputs is not None:
         return _trace_and_apply(config, model, inputs, autocast=autocast)
     names = {name.rpartition(".")[2] for name, _ in model.named_modules()}

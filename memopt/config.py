@@ -1,6 +1,6 @@
 """The user's options, as a YAML file or keywords, validated once."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_type_hints
@@ -12,6 +12,8 @@ from memopt.errors import (
     UnknownNameError,
     UnreadableFileError,
 )
+from memopt.ir.offload_request import check_together
+from memopt.sections import ActivationOffload, Recompute, section_of
 
 SwapMode = Literal["none", "attention"]
 CheckpointMode = Literal["off", "full", "selective"]
@@ -26,19 +28,32 @@ class Config:
     activation_checkpoint: CheckpointMode = "off"
     """Recompute in backward instead of saving in forward: ``full`` everything in the layers, ``selective`` all but the
     results of expensive functions. Excludes swap."""
+    activation_offload: ActivationOffload | None = None
+    """Parts of layers that go to pinned host memory; a mapping will do."""
+    recompute: Recompute | None = None
+    """Parts of layers that are computed a second time in backward; a mapping will do."""
     enable_compile: bool = False
     """Whether the trainer compiles the model: what is checkpointed may then be compiled. Swap runs eagerly only."""
     pp_size: int = 1
-    """The number of pipeline stages. Swap needs 1."""
+    """The number of pipeline stages. Attention swap needs 1."""
+    pp_rank: int = 0
+    """Which of the pipeline stages this is; offload may keep more on later ones."""
     backend: str = "torch"
     """The framework that trains. Swap and checkpointing need ``torch``."""
 
     def __post_init__(self) -> None:
+        for key, cls in _SECTIONS.items():
+            object.__setattr__(self, key, section_of(key, cls, getattr(self, key)))
         for key, hint in get_type_hints(Config).items():
-            if not _takes(hint, getattr(self, key)):
+            if key not in _SECTIONS and not _takes(hint, getattr(self, key)):
                 raise IllegalValueError(key, getattr(self, key), _legal(hint) + _hint(key, getattr(self, key)))
         if self.pp_size < 1:
             raise IllegalValueError("pp_size", self.pp_size, "a whole number from 1")
+        if not 0 <= self.pp_rank < self.pp_size:
+            raise IllegalValueError("pp_rank", self.pp_rank, f"0..{self.pp_size - 1}, which pp_size={self.pp_size} sets")
+
+
+_SECTIONS: dict[str, Any] = {"activation_offload": ActivationOffload, "recompute": Recompute}
 
 
 def parse_config(mapping: Mapping[str, Any]) -> Config:
@@ -92,16 +107,64 @@ def validate_activation_checkpoint(config: Config) -> None:
         )
 
 
-def passes_for(config: Config) -> tuple[str, ...]:
-    """Return the passes that a config asks for, in order and with their options; raises for what it may not ask."""
+def validate_offload(config: Config) -> None:
+    """Raise an IncompatibleError if parts of layers are offloaded or recomputed together with what excludes it."""
+    for key in _SECTIONS:
+        if getattr(config, key) is not None:
+            _refuse_beside(key, config)
+    if config.activation_offload and config.recompute:
+        check_together(config.activation_offload.modules, config.recompute.modules)
+
+
+def validate(config: Config) -> None:
+    """Raise an IncompatibleError if a config asks for things that exclude each other."""
     validate_attention_swap(config)
     validate_activation_checkpoint(config)
+    validate_offload(config)
+
+
+def passes_for(config: Config) -> tuple[str, ...]:
+    """Return the passes that a config asks for, in order and with their options; raises for what it may not ask."""
+    validate(config)
+    if config.activation_offload or config.recompute:
+        return tuple(_part_passes(config))
     if config.activation_swap == "attention":
         return ("attention-swap", "prefetch-chain")
     if config.activation_checkpoint == "off":
         return ()
     compiles = ":compiles=true" if config.enable_compile else ""
     return (f"activation-checkpoint:mode={config.activation_checkpoint}{compiles}",)
+
+
+def _refuse_beside(key: str, config: Config) -> None:
+    if config.activation_checkpoint != "off":
+        raise IncompatibleError(
+            f"{key} is incompatible with activation_checkpoint={config.activation_checkpoint!r}, which recomputes whole "
+            "layers; drop one of the two"
+        )
+    if config.activation_swap == "attention":
+        raise IncompatibleError(
+            f"{key} is incompatible with activation_swap='attention'; drop it, and name core_attn and attn_proj in "
+            "activation_offload instead"
+        )
+    if config.enable_compile:
+        raise IncompatibleError(f"{key} is incompatible with torch.compile; set enable_compile to false")
+    if config.backend != "torch":
+        raise IncompatibleError(
+            f"{key} supports only the PyTorch backend (backend='torch'), not {config.backend!r}"
+        )
+
+
+def _part_passes(config: Config) -> Iterator[str]:
+    """Yield the passes of parts of layers: what is offloaded depends on what is recomputed."""
+    if config.recompute:
+        yield f"recompute-parts:modules={'+'.join(config.recompute.modules)}"
+    if offload := config.activation_offload:
+        modules = "+".join(offload.modules)
+        changed = {f.name: value for f in fields(offload) if (value := getattr(offload, f.name)) != f.default}
+        changed |= {"modules": modules} | ({"pp_rank": config.pp_rank} if config.pp_rank else {})
+        yield ":".join(("fine-grained-offload", *(f"{key}={value}" for key, value in changed.items())))
+        yield "prefetch-chain"
 
 
 def _unquoted(key: str, value: Any) -> Any:

@@ -27,6 +27,18 @@ class UnknownNameError(RequestError):
         super().__init__(f"no {kind} is called {name!r}; {guess}legal: {', '.join(legal)}")
 
 
+class UnknownNamesError(RequestError):
+    """Names in a list that are not of the legal ones, all of them."""
+
+    def __init__(self, key: str, names: Iterable[str], legal: Iterable[str], *, also: str = "") -> None:
+        names, legal = tuple(names), tuple(legal)
+        matches = (difflib.get_close_matches(name, legal, n=1, cutoff=0.5) for name in names)
+        close = dict.fromkeys(name for found in matches for name in found)
+        guess = f"did you mean {' and '.join(map(repr, close))}? " if close else ""
+        listed = ", ".join((*legal, *filter(None, (also,))))
+        super().__init__(f"{key} does not know {', '.join(map(repr, names))}; {guess}legal: {listed}")
+
+
 class UnknownModelError(UnknownNameError):
     """A MODEL argument that is nothing the commands know how to build."""
 

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from memopt.errors import InvalidPlanError
 from memopt.ir.graph import ModuleGraph
+from memopt.ir.offload import Offload
 from memopt.ir.op_policy import OP_POLICIES
 from memopt.ir.policy import POLICIES
 
@@ -23,8 +24,12 @@ class Action(enum.StrEnum):
 COMPILE = "compile"
 RECIPE = "recipe"
 ROUTES = ("native", "submodule", "layer", COMPILE, RECIPE)
-"""The ways to recompute, those of the RFC first: as transformers would, parts of a layer, a whole layer, what
-torch.compile takes, and light parts whose outputs are not kept either."""
+"""The ways of the RFC to recompute: as transformers would, parts of a layer, a whole layer, what torch.compile takes.
+
+And one more: a part whose output is not kept either, for who saves it saves how to make it.
+"""
+OFFLOAD = "offload"
+"""The policy of every decision on a region that is offloaded or kept."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -66,6 +71,8 @@ class Plan:
     decisions: Mapping[RegionKey, Decision] = field(default_factory=dict)
     prefetch_chain: tuple[str, ...] = ()
     """FQNs in forward order; backward of each prefetches the one before it."""
+    offload: Offload | None = None
+    """The settings of fine-grained offload; the defaults hold where regions are decided on without them."""
     notes: tuple[str, ...] = ()
     """What a pass has to say that is not the why of one decision; printed as it stands."""
 
@@ -98,29 +105,23 @@ class Plan:
 
     def verify(self) -> None:
         """Raise an InvalidPlanError for a decision or a chain that the graph does not allow."""
+        from memopt.ir.plan_rules import verify_regions  # which needs a plan to be defined
+
         for key, decision in self.decisions.items():
             self._verify_decision(key, decision)
-        nodes = {self.graph.by_fqn[key.fqn].fqn: key for key in self.decisions}
-        if len(nodes) < len(self.decisions):
-            raise InvalidPlanError("two decisions on one module")
-        for node, key in nodes.items():
-            for fqn in self.graph.by_fqn[node].fqns:
-                if around := enclosing(fqn) & nodes.keys():
-                    raise InvalidPlanError(
-                        f"decision on {str(key)!r}: it lies inside {max(around)!r}, which has one too"
-                    )
+        verify_regions(self)
+        copied = {key.fqn for key, decision in self.decisions.items() if decision.action is not Action.RECOMPUTE}
+        copied = {self.graph.by_fqn[fqn].fqn for fqn in copied}
+        nodes = {self.graph.by_fqn[key.fqn].fqn for key in self.decisions}
         self._verify_chain([node.fqn for node in self.graph.modules if node.fqn in nodes])
-        recomputed = {node for node, key in nodes.items() if self.decisions[key].action is Action.RECOMPUTE}
-        if stray := [fqn for fqn in self.prefetch_chain if fqn in recomputed]:
+        if stray := [fqn for fqn in self.prefetch_chain if fqn not in copied]:
             raise InvalidPlanError(f"prefetch chain names {stray[0]!r}, which is recomputed: nothing of it is copied")
 
     def _verify_decision(self, key: RegionKey, decision: Decision) -> None:
         if key.fqn not in self.graph.by_fqn:
             raise InvalidPlanError(f"decision on {str(key)!r}: the model has no such module")
-        if key.region:
-            raise InvalidPlanError(f"decision on {str(key)!r}: no region is called {key.region!r}; legal: ''")
         policies = OP_POLICIES if decision.action is Action.RECOMPUTE else POLICIES
-        if decision.policy not in policies:
+        if decision.policy not in policies and decision.policy != OFFLOAD:
             raise InvalidPlanError(f"decision on {str(key)!r}: no policy is called {decision.policy!r}")
         if decision.action is not Action.RECOMPUTE and decision.route:
             raise InvalidPlanError(f"decision on {str(key)!r}: only what is recomputed has a route")

@@ -68,7 +68,8 @@ _FIRST_LINEAR = frozenset(
 _LAST_LINEAR = frozenset(
     {"down_proj", "fc2", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "fc_out", "Wo", "linear_fc2"}
 )
-_ACTIVATIONS = frozenset({"act", "act_fn", "activation_fn", "activation", "activation_func"})
+ACTIVATIONS = frozenset({"act", "act_fn", "activation_fn", "activation", "activation_func"})
+"""What the activation of an MLP is registered as."""
 _ROUTERS = frozenset({"gate", "router", "wg"})
 _SHARED = frozenset({"shared_expert", "shared_experts", "shared_expert_gate", "shared_mlp"})
 _EXPERTS = "experts"
@@ -170,7 +171,7 @@ def _in_mlp(names: list[str], *, in_moe: bool) -> str:
         return "mlp_fc1"
     if any(name in _LAST_LINEAR for name in names):
         return "mlp_fc2"
-    if names[0] not in _MLP and names[0] not in _ACTIVATIONS:
+    if names[0] not in _MLP and names[0] not in ACTIVATIONS:
         return ""
     return "router" if in_moe else "mlp_act"
 

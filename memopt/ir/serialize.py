@@ -8,6 +8,7 @@ from typing import Any
 from memopt.errors import InvalidPlanError, UnreadableFileError
 from memopt.ir.consistency import first_fault
 from memopt.ir.graph import ModuleGraph
+from memopt.ir.offload import Offload
 from memopt.ir.plan import Decision, Plan, RegionKey
 
 PLAN_SCHEMA_VERSION = 5
@@ -21,6 +22,7 @@ def plan_to_json(plan: Plan) -> str:
         graph=plan.graph,
         decisions=decisions,
         prefetch_chain=plan.prefetch_chain,
+        offload=plan.offload,
         notes=plan.notes,
     )
     return document.model_dump_json()
@@ -45,6 +47,7 @@ def plan_from_json(text: str | bytes, *, path: object = "text") -> Plan:
         graph=document.graph,
         decisions=_decisions(document, path),
         prefetch_chain=document.prefetch_chain,
+        offload=document.offload,
         notes=document.notes,
     )
     _verify(plan, path)
@@ -107,5 +110,6 @@ def _document() -> Any:
         graph=(ModuleGraph, ...),
         decisions=(list[tuple[str, str, Decision]], ...),
         prefetch_chain=(tuple[str, ...], ...),
+        offload=(Offload | None, ...),
         notes=(tuple[str, ...], ...),
     )
