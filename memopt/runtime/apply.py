@@ -39,6 +39,7 @@ class Rewriting:
 
     def pool_stats(self) -> dict[torch.device, PoolStats]:
         """Return, for each device of the model, what was asked of its host memory since `reset_pool_stats`."""
+        finish_copies(self.model)
         return {device: engine_of(device).pool.stats() for device in _devices(self.model)}
 
     def reset_pool_stats(self) -> None:

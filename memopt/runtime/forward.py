@@ -73,7 +73,8 @@ def _run(
     state = state_of(module)
     key = signature(module, args, kwargs, device.type)
     table = state.table_of(key)
-    lesson = Lesson() if table is None else None
+    learns = table is None and not (region.collects and region.offload is None)  # where nothing is swapped all stays
+    lesson = Lesson() if learns else None
     choice = Choice(region, module, device)
     settings = (region, engine_of(device), state.counters, choice)
     if region.collects:
@@ -182,7 +183,8 @@ def _is_graph_traced() -> bool:
 
 def _device(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.device | None:
     """Return where a region computes: at its parameters, else at its first tensor argument."""
-    tensors = (t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor))
-    first: torch.Tensor | None = next(module.parameters(), None)
-    first = next(tensors, None) if first is None else first
+    first: torch.Tensor | None = next((p for p in module._parameters.values() if p is not None), None)
+    first = next(module.parameters(), None) if first is None else first
+    if first is None:
+        first = next((t for t in (*args, *kwargs.values()) if isinstance(t, torch.Tensor)), None)
     return None if first is None or first.device.type == "meta" else first.device

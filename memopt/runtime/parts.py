@@ -63,8 +63,7 @@ class PartsGroup(Group):
             self._lesson.note(tensor, handle)
             self._note(tensor, handle, is_recipe=is_recipe)
             return handle
-        position = self._position
-        self._follow(tensor)
+        position, self._position = self._position, self._position + 1
         return handle or self._by_position(tensor, position)
 
     def learned(self, table: Table) -> Table:
@@ -92,10 +91,20 @@ class PartsGroup(Group):
 
     def _by_position(self, tensor: torch.Tensor, position: int) -> Handle:
         assert self._choice is not None
-        move = self._table[position].move if self.fits_table else Move.STAY
+        move = self._move_at(tensor, position)
         if move is Move.STAY or not self._choice.swaps(tensor):
             return Kept(self, tensor, self._outer)
         return Swapped(self, tensor, self._slot(tensor, gathers=move is Move.GATHER))
+
+    def _move_at(self, tensor: torch.Tensor, position: int) -> Move:
+        """Return what was learned for a position; only where something is to move it must be what was learned."""
+        if not self.fits_table or position >= len(self._table):
+            self.fits_table = False
+            return Move.STAY
+        entry = self._table[position]
+        if entry.move is not Move.STAY:
+            self.fits_table = entry.fits(tensor)
+        return entry.move if self.fits_table else Move.STAY
 
     def _slot(self, tensor: torch.Tensor, *, gathers: bool) -> Slot:
         """Return the slot of a tensor's storage at its version, shared with whoever has saved it before."""

@@ -1,6 +1,7 @@
 """Offer what a recomputed part returns to the layer around it: who saves it then saves a recipe."""
 
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -9,14 +10,6 @@ from memopt.operands import PLAIN
 from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.frame import Frame, Handle, tensors_of
 from memopt.tensors import is_odd, storage_key
-
-
-@runtime_checkable
-class Taker(Protocol):
-    """What sees to the saves around a recomputed part."""
-
-    def take(self, output: "Output") -> None:
-        """Note a tensor that can be made again."""
 
 
 class Output:
@@ -42,11 +35,11 @@ class Output:
 
 def offer_outputs(frame: Frame, output: Any, arguments: Arguments) -> None:
     """Offer the tensors that a region has made; one that lies in an argument's storage is not its own."""
-    taker = arguments.taker
-    if not isinstance(taker, Taker):
+    take: Callable[[Output], None] | None = getattr(arguments.taker, "take", None)
+    if take is None:
         return
     given = {storage_key(leaf.tensor) for leaf in arguments.leaves if leaf.tensor.layout is torch.strided}
     for number, tensor in enumerate(tensors_of(output)):
         plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not is_odd(tensor)
         if plain and storage_key(tensor) not in given:
-            taker.take(Output(tensor, frame.offer(tensor, number)))
+            take(Output(tensor, frame.offer(tensor, number)))

@@ -36,6 +36,11 @@ class RandomStream:
         """Return its state as it is now."""
         return self._get()
 
+    def has_moved(self) -> bool:
+        """Tell whether something was drawn since."""
+        now = self._get()
+        return not (torch.equal(now, self._state) if self.is_of_torch else _is_equal(now, self._state))
+
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Draw the same again for a while, and go on as before."""
@@ -110,6 +115,11 @@ def _is_same(one: Any, other: Any) -> bool:
     if not isinstance(one, tuple) or not isinstance(other, tuple):
         return False
     return one[0] == other[0] and one[2:] == other[2:] and one[_BITS].tobytes() == other[_BITS].tobytes()
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Tell whether two states of a generator that is not torch's are equal, those of numpy being full of arrays."""
+    return _is_same(one, other) if isinstance(one, tuple) and isinstance(one[0], str) else repr(one) == repr(other)
 
 
 def _numpy_bits() -> bytes | None:

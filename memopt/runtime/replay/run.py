@@ -42,6 +42,8 @@ class Known:
     """Whether the next call finds that out."""
     is_proven: bool = False
     """Whether a replay was seen to compute what its forward did."""
+    never_draws: bool = False
+    """Whether nothing was drawn from any random stream in a call. Of a norm or an activation that is so in all calls."""
     reads_inside: bool = False
     """Whether a backward runs inside of the forward."""
     snapshot: Snapshot | None = None
@@ -54,7 +56,7 @@ class Known:
         self.stops_early.clear()
         self.recipes = Recipes()
         self.learns = True
-        self.is_proven = False
+        self.is_proven = self.never_draws = False
 
     def record(self, parameters: tuple[torch.Tensor, ...], statistics: frozenset[int]) -> Record | None:
         """Return what the next call notes its saves in, None where there is nothing to learn."""
@@ -93,10 +95,10 @@ class _Call:
         device: torch.device,
         counters: Counters,
     ) -> None:
-        self._module = module
-        self._forward = forward
         self._fqn = region.fqn
         self._gives_recipes = region.gives_recipes
+        self._module = module
+        self._forward = forward
         self._counters = counters
         self._known = known
         snapshot = self._snapshot_of(module)
@@ -104,7 +106,9 @@ class _Call:
         self._snapshot = snapshot
         self._attributes = Attributes(snapshot, arguments.parameters)
         devices = {device, *(leaf.tensor.device for leaf in arguments.leaves)}
-        self._surroundings = Surroundings(devices, (*snapshot.generators, *arguments.generators))
+        self._surroundings = Surroundings(
+            devices, (*snapshot.generators, *arguments.generators), draws=not (self._gives_recipes and known.never_draws)
+        )
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
         self._drawn: list[torch.Tensor] = []
@@ -159,6 +163,7 @@ class _Call:
         ended = watch.close()
         self._standins = ended.standins
         if record:
+            known.never_draws = not self._surroundings.have_moved()
             self._learn(frame, record)
         self._counters.checkpointed_calls += 1
         self._counters.kept_results_bytes += ended.num_bytes if self._standins else 0

@@ -14,8 +14,8 @@ from memopt.runtime.replay.random_streams import random_streams
 class Surroundings:
     """The state around a region when it was entered, so that a replay finds the same."""
 
-    def __init__(self, devices: set[torch.device], generators: Iterable[Any]) -> None:
-        self._streams = random_streams(devices, generators)
+    def __init__(self, devices: set[torch.device], generators: Iterable[Any], *, draws: bool = True) -> None:
+        self._streams = random_streams(devices, generators) if draws else []
         cached = torch.is_autocast_cache_enabled()
         self._autocasts = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
@@ -28,6 +28,10 @@ class Surroundings:
     def looks(self) -> tuple[Any, ...]:
         """Return what decides which kernels run."""
         return *self._autocasts, *self._backends, self._default_dtype, torch.are_deterministic_algorithms_enabled()
+
+    def have_moved(self) -> bool:
+        """Tell whether anything was drawn since from any random stream."""
+        return any(stream.has_moved() for stream in self._streams)
 
     def drawn(self) -> list[torch.Tensor]:
         """Return how far torch's random streams have come."""
