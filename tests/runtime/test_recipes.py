@@ -1,0 +1,195 @@
+"""Outputs of recomputed parts are kept by nobody: who saves one saves a recipe. Exact in every combination."""
+
+import pytest
+import torch
+from torch import nn
+
+from memopt.errors import SavedTensorModifiedError
+from tests import zoo
+from tests.runtime.engines import cpu_engine
+from tests.runtime.offloads import (
+    PARADIGM,
+    assert_exact,
+    assert_same_step,
+    forward_backward,
+    offload,
+    recompute,
+    rewritten,
+)
+from tests.runtime.steps import assert_equal_gradients, gradients
+
+LIGHT = recompute("layernorm", "moe_act", "mlp_act")
+
+
+def replays(handle, run):
+    """Return (calls, replays) of recomputed parts in what `run` does."""
+    before = handle.stats()
+    run()
+    after = handle.stats()
+    return after.checkpointed_calls - before.checkpointed_calls, after.replayed_calls - before.replayed_calls
+
+
+class Layer(nn.Module):
+    """A norm whose output several consumers save, dropout before it."""
+
+    def __init__(self, *, dropout=0.0, width=32):
+        super().__init__()
+        self.dropout = nn.Dropout(dropout)
+        self.input_layernorm = nn.LayerNorm(width)
+        self.one, self.other = nn.Linear(width, width), nn.Linear(width, width)
+
+    def forward(self, x):
+        normed = self.input_layernorm(self.dropout(x))
+        return x + self.one(normed) * self.other(normed)
+
+
+class Model(nn.Module):
+    def __init__(self, make=Layer, num_layers=3, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(make(**options) for _ in range(num_layers))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def hidden(seed=0):
+    return torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("config", [LIGHT, PARADIGM, LIGHT | offload("attn_norm", "mlp_norm")], ids=str)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_each_part_is_replayed_once_a_backward(name, config):
+    plain, inputs = zoo.ZOO[name](), zoo.batch(name)
+    model, handle = rewritten(plain, config, inputs)
+    calls, again = replays(handle, lambda: zoo.train_step(model, inputs))
+    assert 0 < calls == again
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_two_consumers_share_an_output_behind_dropout(dropout):
+    plain = Model(dropout=dropout)
+    model, handle = rewritten(plain, recompute("layernorm"), hidden())
+    for seed in range(3):
+        for one in (plain, model):
+            torch.manual_seed(seed)
+            one.zero_grad()
+            one(hidden(seed)).sum().backward()
+        assert_equal_gradients(gradients(plain), gradients(model))
+    assert handle.stats().checkpointed_calls == handle.stats().replayed_calls == 9
+
+
+def test_an_input_that_is_swapped_comes_back_for_the_replay():
+    plain = Model()
+    with cpu_engine(poison=True):
+        model, handle = rewritten(plain, recompute("layernorm") | offload("attn_norm"), hidden())
+        for seed in range(3):
+            assert_same_step(plain, model, hidden(seed))
+        assert handle.stats().copied_out_tensors == handle.stats().copied_in_tensors == 9
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("config", [LIGHT, PARADIGM], ids=["light", "paradigm"])
+def test_under_autocast_casts_of_an_output_are_recipes_too(name, config):
+    plain, inputs = zoo.ZOO[name](), zoo.batch(name)
+    model, handle = rewritten(plain, config, inputs)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16):
+            assert_exact(plain, model, inputs, steps=1)
+    assert handle.stats().replayed_calls > 0
+
+
+def test_a_graph_that_is_retained_is_replayed_in_each_backward():
+    plain, x = Model(), hidden()
+    model, handle = rewritten(plain, recompute("layernorm"), x)
+    for one in (plain, model):
+        loss = one(x).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    assert_equal_gradients(gradients(plain), gradients(model))
+    assert handle.stats().replayed_calls == 2 * handle.stats().checkpointed_calls
+
+
+def test_gradients_of_gradients():
+    plain, x = Model(), hidden()
+    model, _ = rewritten(plain, recompute("layernorm"), x)
+    for one in (plain, model):
+        given = x.clone().requires_grad_()
+        (grad,) = torch.autograd.grad(one(given).square().sum(), given, create_graph=True)
+        grad.square().sum().backward()
+    assert_equal_gradients(gradients(plain), gradients(model))
+
+
+class WritesLater(Layer):
+    """Consumers save the output, then it is written to."""
+
+    def forward(self, x):
+        normed = self.input_layernorm(x)
+        out = self.one(normed)
+        normed.mul_(2)
+        return out
+
+
+def test_an_output_that_is_written_to_after_it_was_saved_is_an_error():
+    plain, x = Model(WritesLater), hidden()
+    model, _ = rewritten(plain, recompute("layernorm"), x)
+    for _ in range(2):
+        with pytest.raises(SavedTensorModifiedError):
+            model(x).sum().backward()
+
+
+class WritesFirst(Layer):
+    """The output is written to before a consumer saves it: what is saved is not what the norm gave."""
+
+    def forward(self, x):
+        normed = self.input_layernorm(x)
+        normed.mul_(2)
+        return self.one(normed)
+
+
+def test_an_output_that_is_written_to_before_it_is_saved_is_no_recipe():
+    plain, x = Model(WritesFirst), hidden()
+    model, _ = rewritten(plain, recompute("layernorm"), x)
+    for seed in range(3):
+        assert_same_step(plain, model, hidden(seed))
+
+
+class Transient(Layer):
+    """The norm's output dies within the forward, so that another tensor may get its place."""
+
+    def forward(self, x):
+        self.input_layernorm(x)
+        others = [torch.full_like(x, number).mul(x) for number in range(4)]
+        return sum(self.one(other) for other in others)
+
+
+def test_a_storage_in_the_place_of_a_dead_output_is_no_recipe():
+    plain, x = Model(Transient), hidden()
+    model, _ = rewritten(plain, recompute("layernorm"), x)
+    for seed in range(3):
+        assert_same_step(plain, model, hidden(seed))
+
+
+def test_forwards_before_backwards():
+    plain = Model()
+    model, _ = rewritten(plain, recompute("layernorm") | offload("attn_norm"), hidden())
+    for one in (plain, model):
+        losses = [one(hidden(seed)).sum() for seed in range(3)]
+        for number in (1, 0, 2):
+            losses[number].backward()
+    assert_equal_gradients(gradients(plain), gradients(model))
+
+
+def test_what_learns_and_what_does_not_train_are_no_matter():
+    plain = Model()
+    model, handle = rewritten(plain, recompute("layernorm"), hidden())
+    with torch.no_grad():
+        model(hidden())
+    model.eval()
+    assert torch.equal(plain(hidden()), model(hidden()))
+    model.train()
+    assert handle.stats().checkpointed_calls == 0
+    forward_backward(model, hidden())
+    assert handle.stats().checkpointed_calls == 3
