@@ -10,7 +10,17 @@ from torch import nn
 
 from memopt.analyze.functions import is_keepable
 from memopt.analyze.observation import Observation, Save
-from memopt.ir import FunctionCall, KvSharing, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, PartCall, SavedTensor, TraceInput
+from memopt.ir import (
+    FunctionCall,
+    KvSharing,
+    ModelFacts,
+    ModuleCall,
+    ModuleGraph,
+    ModuleNode,
+    PartCall,
+    SavedTensor,
+    TraceInput,
+)
 from memopt.tensors import storage_key
 
 
