@@ -32,6 +32,8 @@ def verify_regions(plan: Plan) -> None:
 
 def _wrong_region(graph: ModuleGraph, key: RegionKey, decision: Decision) -> str:
     """Return what is wrong with the region that a decision names, empty where nothing is."""
+    if key.region and (first := graph.by_fqn[key.fqn].fqn) != key.fqn:
+        return f"a region is named by the module's first name, {first!r}"
     if decision.action is Action.RECOMPUTE:
         return _wrong_recomputed(graph, key, decision)
     if not key.region:

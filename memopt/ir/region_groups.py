@@ -25,7 +25,7 @@ class Entry(NamedTuple):
     """The FQN of the module that saved it, or of the part."""
     tensor: SavedTensor | None
     """None for what a part was called with."""
-    group: RegionKey
+    group: RegionKey = RegionKey("")
     """Its group; the region is empty where it is in none."""
 
 
@@ -89,7 +89,7 @@ class Seen:
 
     def is_recipe(self, storage: int, at: int) -> bool:
         """Tell whether a storage, met at a place in the sequence of saves, is made again by a part of the same layer."""
-        return any(at in range(saves.start, saves.stop + 1) and storage in made for saves, made in self.scopes)
+        return any(at in saves and storage in made for saves, made in self.scopes)
 
     def calls(self) -> Iterator[tuple[ModuleCall, list[Entry]]]:
         """Yield the calls of offloaded modules in forward order, each with what it sees."""
@@ -103,25 +103,27 @@ class Seen:
         """Return what a call sees, recipes left out; regions of modules are told apart as far as they are given."""
         seen = list(self._seen_in(call))
         claimed = [region.removeprefix(MODULE) for region in regions if region.startswith(MODULE)]
-        saves = [Save(owner[len(call.fqn) + 1 :], tensor.node if tensor else "") for _, _, owner, tensor in seen]
+        start = len(call.fqn) + bool(call.fqn)
+        saves = [Save(one.owner[start:], one.tensor.node if one.tensor else "") for one, _ in seen]
         labels = regions_in(saves, claimed)
         fused = FUSED_GROUP_MLP in regions
         return [
-            Entry(*one, RegionKey(call.fqn, FUSED_GROUP_MLP if fused and label in FUSED_PARTS else label))
-            for one, label in zip(seen, labels, strict=True)
-            if not (one[3].index in self.recipe_saves if one[3] else self.is_recipe(one[0], call.first_save))
+            one._replace(group=RegionKey(call.fqn, FUSED_GROUP_MLP if fused and label in FUSED_PARTS else label))
+            for (one, recipe), label in zip(seen, labels, strict=True)
+            if not recipe
         ]
 
-    def _seen_in(self, call: ModuleCall) -> Iterator[tuple[int, int, str, SavedTensor | None]]:
-        """Yield storage, bytes, owner and tensor of what a call sees, recipes included: they have a place in the order."""
+    def _seen_in(self, call: ModuleCall) -> Iterator[tuple[Entry, bool]]:
+        """Yield what a call sees, its group unknown, and whether it is a recipe: these have a place in the order."""
         recipes = [recipe for recipe in self.recipes if _is_inside(recipe, range(call.first_save, call.end_save))]
         for n in range(call.first_save, call.end_save + 1):
             while recipes and recipes[0].end_save == n:
                 recipe = recipes.pop(0)
-                yield from ((storage, size, recipe.fqn, None) for storage, size in recipe.inputs)
+                for storage, size in recipe.inputs:
+                    yield Entry(storage, size, recipe.fqn, None), self.is_recipe(storage, recipe.first_save)
             if n < call.end_save and n not in self.hidden:
-                tensor = self.graph.saved[n]
-                yield tensor.storage, tensor.storage_bytes, tensor.owner, tensor
+                t = self.graph.saved[n]
+                yield Entry(t.storage, t.storage_bytes, t.owner, t), n in self.recipe_saves
 
 
 def layers_in(graph: ModuleGraph) -> tuple[str, ...]:
