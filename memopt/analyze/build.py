@@ -10,7 +10,17 @@ from torch import nn
 
 from memopt.analyze.functions import is_keepable
 from memopt.analyze.observation import Observation, Save
-from memopt.ir import FunctionCall, KvSharing, ModelFacts, ModuleCall, ModuleGraph, ModuleNode, SavedTensor, TraceInput
+from memopt.ir import (
+    FunctionCall,
+    KvSharing,
+    ModelFacts,
+    ModuleCall,
+    ModuleGraph,
+    ModuleNode,
+    PartCall,
+    SavedTensor,
+    TraceInput,
+)
 from memopt.tensors import storage_key
 
 
@@ -30,6 +40,7 @@ def build_graph(
         flows=tuple(seen.flows),
         held=frozenset(storages[key] for key in seen.held if key in storages),
         functions=_functions(seen, place, storages),
+        parts=_parts(seen, place, storages),
         checkpointed=tuple(seen.checkpointed),
         notes=notes,
     )
@@ -110,11 +121,13 @@ def _places(num_saves: int, alive: list[int]) -> list[int]:
 
 
 def _storages(seen: Observation) -> dict[int, int]:
-    """Return the storages by number: those of saves first, then what else calls and functions know."""
+    """Return the storages by number: those of saves first, then what else calls, functions and parts know."""
     storages: dict[int, int] = {}
     inputs = (key for call in seen.calls for key in call.inputs)
     outputs = (storage_key(tensor) for function in seen.functions for tensor in function.outputs)
-    for key in chain((storage_key(save.tensor) for save in seen.saves), inputs, outputs):
+    returned = (key for call in seen.calls for key in call.outputs)
+    parts = (key for part in seen.parts for key in (*part.inputs, *part.outputs))
+    for key in chain((storage_key(save.tensor) for save in seen.saves), inputs, outputs, returned, parts):
         storages.setdefault(key, len(storages))
     return storages
 
@@ -127,7 +140,8 @@ def _calls(seen: Observation, place: list[int], storages: dict[int, int]) -> tup
             parent=call.parent,
             first_save=place[call.first_save],
             end_save=place[call.end_save],
-            inputs=tuple((storages[key], size) for key, size in call.inputs.items()),
+            inputs=_sizes(call.inputs, storages),
+            outputs=_sizes(call.outputs, storages),
             flops=call.flops,
         )
         for call in seen.calls
@@ -143,11 +157,30 @@ def _functions(seen: Observation, place: list[int], storages: dict[int, int]) ->
             end_save=place[function.end_save],
             outputs=tuple({storages[storage_key(t)]: t.untyped_storage().nbytes() for t in function.outputs}.items()),
             flops=function.flops,
-            statistics=tuple((storages[key], size) for key, size in function.statistics.items()),
+            statistics=_sizes(function.statistics, storages),
             keepable=is_keepable(function),
         )
         for function in seen.functions
     )
+
+
+def _parts(seen: Observation, place: list[int], storages: dict[int, int]) -> tuple[PartCall, ...]:
+    return tuple(
+        PartCall(
+            region=part.region,
+            call=part.call,
+            first_save=place[part.first_save],
+            end_save=place[part.end_save],
+            inputs=_sizes(part.inputs, storages),
+            outputs=_sizes(part.outputs, storages),
+        )
+        for part in seen.parts
+    )
+
+
+def _sizes(sizes: dict[int, int], storages: dict[int, int]) -> tuple[tuple[int, int], ...]:
+    """Return (number of the storage, bytes) for what was noted by storage."""
+    return tuple((storages[key], size) for key, size in sizes.items())
 
 
 def _saved(seen: Observation, alive: list[int], storages: dict[int, int]) -> tuple[SavedTensor, ...]:

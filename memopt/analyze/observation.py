@@ -23,8 +23,24 @@ class Call:
     inputs: dict[int, int]
     """Storage -> bytes."""
     flops_before: int
+    outputs: dict[int, int] = field(default_factory=dict)
+    """Storage -> bytes."""
     end_save: int = -1
     flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One call of a part of a module's forward that is a method of its own."""
+
+    region: str
+    call: int
+    first_save: int
+    end_save: int
+    inputs: dict[int, int]
+    """Storage -> bytes."""
+    outputs: dict[int, int]
+    """Storage -> bytes."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +94,7 @@ class Observation:
     """Return how many floating-point operations were asked for up to now; a run on real tensors does not count them."""
     calls: list[Call] = field(default_factory=list)
     functions: list[Function] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     flows: dict[tuple[int, int], None] = field(default_factory=dict)
     makers: dict[int, tuple[StorageWeakRef, int | None]] = field(default_factory=dict)

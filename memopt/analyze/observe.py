@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 
 from memopt.analyze.arguments import tensors_in, unseen
 from memopt.analyze.checkpoints import is_inside_checkpoint
 from memopt.analyze.functions import call_noted
 from memopt.analyze.observation import Call, Observation, Save, Ticket
+from memopt.analyze.parts import parts_noted
+from memopt.analyze.storages import note_maker, sizes_in
 from memopt.operands import source_of
 from memopt.operations import family_of
 from memopt.tensors import kind_of, storage_key, storage_keys
@@ -26,11 +27,12 @@ def observe(
     seen = seen if seen is not None else Observation()
     inputs = (args, kwargs)
     for tensor in (*model.parameters(), *model.buffers(), *tensors_in(inputs)):
-        _made(seen, tensor, None)
+        note_maker(seen, tensor, None)
     parameters, buffers = storage_keys(model.parameters()), storage_keys(model.buffers())
     with ExitStack() as stack:
         for fqn, module in model.named_modules():
             stack.enter_context(_call_hooks(seen, module, fqn, ignored=parameters | buffers))
+            stack.enter_context(parts_noted(seen, module, ignored=parameters | buffers))
         stack.enter_context(_Functions(seen))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*_saving_hooks(seen, parameters, buffers)))
@@ -44,10 +46,7 @@ def _call_hooks(seen: Observation, module: nn.Module, fqn: str, *, ignored: froz
     @unseen
     def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
         parent = seen.active[-1].index if seen.active else None
-        tensors = [tensor for tensor in tensors_in((args, kwargs)) if storage_key(tensor) not in ignored]
-        for tensor in tensors:
-            _made(seen, tensor, parent)
-        inputs = {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+        inputs = sizes_in(seen, (args, kwargs), parent, ignored=ignored)
         call = Call(len(seen.calls), fqn, parent, len(seen.saves), inputs, seen.flops())
         seen.calls.append(call)
         seen.active.append(call)
@@ -57,6 +56,7 @@ def _call_hooks(seen: Observation, module: nn.Module, fqn: str, *, ignored: froz
     def end(module: nn.Module, args: Any, output: Any) -> None:
         call = seen.active.pop()
         call.end_save = len(seen.saves)
+        call.outputs = sizes_in(seen, output, call.index, ignored=ignored)
         call.flops = seen.flops() - call.flops_before
 
     before = module.register_forward_pre_hook(begin, with_kwargs=True)
@@ -83,7 +83,7 @@ def _saving_hooks(
         seen.saves.append(
             Save(tensor.detach(), call, kind, tensor.requires_grad, weakref.ref(ticket), is_operand=is_operand)
         )
-        _made(seen, tensor, call)
+        note_maker(seen, tensor, call)
         return ticket
 
     def unpack(packed: Ticket | torch.Tensor) -> torch.Tensor:
@@ -118,9 +118,4 @@ def _note_flows(seen: Observation, arguments: Any, out: Any) -> None:
             if maker is not None and maker != here:
                 seen.flows[maker, here] = None  # a dict keeps the order of first use
         for tensor in made:
-            _made(seen, tensor, here)
-
-
-def _made(seen: Observation, tensor: torch.Tensor, call: int | None) -> None:
-    if tensor.layout is torch.strided and (key := storage_key(tensor)) not in seen.makers:
-        seen.makers[key] = (StorageWeakRef(tensor.untyped_storage()), call)
+            note_maker(seen, tensor, here)

@@ -22,7 +22,8 @@ app = make_app(
     memopt-analyze qwen3-8b --swap attention --seq-length 4096 --format json
     memopt-analyze qwen3-30b-a3b --checkpoint selective --seq-length 4096
     memopt-analyze my_package.models:build --config memopt.yaml --save-plan plan.json
-    memopt-analyze llama-3.1-8b --swap attention --format svg --output plan.svg""",
+    memopt-analyze llama-3.1-8b --swap attention --format svg --output plan.svg
+    memopt-analyze deepseek_v3.json --list-regions""",
 )
 
 
@@ -47,12 +48,18 @@ def analyze(
     format: Annotated[Literal["text", "json", "svg", "html"], Parameter(help="How to write the report.")] = "text",
     output: options.Output = None,
     save_plan: Annotated[Path | None, Parameter(help="Also write the plan to this file, for memopt-apply.")] = None,
+    list_regions: Annotated[
+        bool,
+        Parameter(negative="", help="Show instead of a plan which named regions the layers have, each with its bytes."),
+    ] = False,
     debug: options.Debug = False,
 ) -> None:
     """Trace one training step of a model, without weights or GPU, and show what a plan does for its memory."""
     if output and save_plan and output.resolve() == save_plan.resolve():
         raise RequestError(f"--output and --save-plan both name {str(output)!r}; give each its own file")
     flags = Flags(config=config, swap=swap, checkpoint=checkpoint)
+    if list_regions:
+        _check_alone(flags, passes=passes, save_plan=save_plan)
     pipeline = make_passes(passes, flags)
     request = InputRequest(
         batch_size=batch_size,
@@ -64,16 +71,30 @@ def analyze(
     with progress(f"Loading {model}") as say:
         import memopt
         from memopt.cli.models import find_model
-        from memopt.report import plan_report, plan_summary
+        from memopt.report import plan_report, plan_summary, regions_report, regions_values
 
         source = find_model(model, num_layers=num_layers)
         say(f"Tracing {source.name}")
         graph = trace(source, request, target_device)
         plan = memopt.plan(graph, passes=pipeline)
+    title = f"memopt {source.name}"
+    if list_regions:
+        show(regions_report(graph), regions_values(graph), format=format, output=output, title=title)
+        return
     if save_plan:
         with writing("plan", save_plan):
             memopt.save_plan(plan, save_plan)
-    show(plan_report(plan), plan_summary(plan), format=format, output=output, title=f"memopt {source.name}")
+    show(plan_report(plan), plan_summary(plan), format=format, output=output, title=title)
+
+
+def _check_alone(flags: Flags, *, passes: str | None, save_plan: Path | None) -> None:
+    """Refuse flags about a plan beside --list-regions, which makes none."""
+    values = (("--passes", passes), ("--save-plan", save_plan))
+    given = [*flags.given(), *(f"{flag} {value}" for flag, value in values if value is not None)]
+    if given:
+        raise RequestError(
+            f"--list-regions shows what there is and plans nothing; give it without {' and '.join(given)}"
+        )
 
 
 def trace(source: "Source", request: InputRequest, target_device: str) -> "ModuleGraph":

@@ -1,7 +1,6 @@
 """What a plan means in bytes; the report prints it, the runtime's counters are held against it."""
 
 from collections.abc import Collection, Iterable, Sequence, Set
-
 from dataclasses import replace
 
 from memopt.ir.accounts import PASSES, PlanAccount, TargetAccount, TensorLine, storage_bytes, with_offload
@@ -26,7 +25,9 @@ def keep_reason(tensor: SavedTensor, policy: str) -> Keep | None:
 
 def account(plan: Plan) -> PlanAccount:
     """Work out what every target of a plan covers, copies, recomputes and frees."""
-    whole = replace(plan, decisions={key: d for key, d in plan.decisions.items() if is_whole(key, d)}, prefetch_chain=())
+    whole = replace(
+        plan, decisions={key: d for key, d in plan.decisions.items() if is_whole(key, d)}, prefetch_chain=()
+    )
     if len(whole.decisions) == len(plan.decisions):
         return _account_of_whole(plan, Regions(plan))
     sums = OffloadSums(plan)

@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from memopt.ir.graph import FunctionCall, ModuleCall, ModuleGraph, SavedTensor
+from memopt.ir.graph import FunctionCall, ModuleCall, ModuleGraph, PartCall, SavedTensor
+from memopt.ir.regions import REGIONS
 
 Fault = tuple[str, str]
 """(where in the graph, what is wrong there)."""
@@ -29,6 +30,9 @@ def _faults(graph: ModuleGraph) -> Iterator[Fault]:
     for number, function in enumerate(graph.functions):
         for key, what in _function_faults(graph, function):
             yield f"functions.{number}.{key}", what
+    for number, part in enumerate(graph.parts):
+        for key, what in _part_faults(graph, part):
+            yield f"parts.{number}.{key}", what
     yield from _reference_faults(graph)
 
 
@@ -68,6 +72,7 @@ def _call_faults(graph: ModuleGraph, number: int, call: ModuleCall) -> Iterator[
         yield "parent", f"{call.parent} is no earlier call"
     yield from _interval_faults(graph, call)
     yield from _size_faults("inputs", call.inputs)
+    yield from _size_faults("outputs", call.outputs)
     yield from _negative("flops", call.flops)
 
 
@@ -80,7 +85,17 @@ def _function_faults(graph: ModuleGraph, function: FunctionCall) -> Iterator[Fau
     yield from _negative("flops", function.flops)
 
 
-def _interval_faults(graph: ModuleGraph, call: ModuleCall | FunctionCall) -> Iterator[Fault]:
+def _part_faults(graph: ModuleGraph, part: PartCall) -> Iterator[Fault]:
+    if part.region not in REGIONS:
+        yield "region", f"{part.region!r} is no region"
+    if not 0 <= part.call < len(graph.calls):
+        yield "call", f"{part.call} is no call; there are {len(graph.calls)}"
+    yield from _interval_faults(graph, part)
+    yield from _size_faults("inputs", part.inputs)
+    yield from _size_faults("outputs", part.outputs)
+
+
+def _interval_faults(graph: ModuleGraph, call: ModuleCall | FunctionCall | PartCall) -> Iterator[Fault]:
     if not 0 <= call.first_save <= call.end_save <= len(graph.saved):
         saves = f"saves {call.first_save} to {call.end_save}"
         yield "end_save", f"{saves} are not within the {len(graph.saved)} of the graph"

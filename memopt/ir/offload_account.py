@@ -6,7 +6,8 @@ from memopt.ir.graph import Kind, SavedTensor
 from memopt.ir.offload_accounts import GroupAccount, LayerShare, OffloadAccount, RecipeAccount
 from memopt.ir.offload_fates import Fates, GroupFate
 from memopt.ir.plan import Plan, RegionKey
-from memopt.ir.region_groups import RecipeCall, Seen, layers_in
+from memopt.ir.region_groups import RecipeCall, Seen
+from memopt.ir.region_search import region_layers
 
 OUTSIDE = "outside of what is offloaded"
 REPLAY = "held for a replay"
@@ -107,7 +108,7 @@ class OffloadSums:
 
     def _shares(self, stays: Mapping[int, object]) -> Iterable[LayerShare]:
         graph = self._plan.graph
-        for layer in layers_in(graph):
+        for layer in region_layers(graph):
             saved = {t.storage: t.storage_bytes for t in graph.saved_in(layer) if _counts(t)}
             if any(t.index in self.gone for t in graph.saved_in(layer)) or layer in self._seen.decided:
                 gone = sum(size for storage, size in saved.items() if storage not in stays)

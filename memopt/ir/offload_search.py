@@ -8,7 +8,8 @@ from memopt.errors import IncompatibleError, UnmatchedPatternError
 from memopt.ir.graph import ModuleGraph
 from memopt.ir.layers import outermost_of
 from memopt.ir.plan import Action, Plan, RegionKey, enclosing
-from memopt.ir.region_groups import Seen, layers_in
+from memopt.ir.region_groups import Seen
+from memopt.ir.region_search import region_layers
 from memopt.ir.regions import ALL_REGIONS, MODULE, REGIONS
 
 
@@ -40,7 +41,9 @@ def find_groups(plan: Plan, names: Sequence[str]) -> Found:
         missing = [name for name in named if name not in present]
         whole = _without_recompute(plan, named, claimed) if missing else set()
         if lost := [name for name in missing if name in whole]:
-            raise IncompatibleError(f"what is recomputed leaves nothing saved to offload in {' and '.join(lost)}; drop one")
+            raise IncompatibleError(
+                f"what is recomputed leaves nothing saved to offload in {' and '.join(lost)}; drop one"
+            )
     has = {key.region for key in (labels or _labels(plan, (), {}))}
     groups = {key: _meaning(key.region) for key in labels if key.region in named}
     return Found(
@@ -63,7 +66,7 @@ def _without_recompute(plan: Plan, named: tuple[str, ...], claimed: dict[str, tu
 
 def _labels(plan: Plan, named: tuple[str, ...], claimed: dict[str, tuple[str, ...]]) -> dict[RegionKey, None]:
     """Return the groups that the layers have, whatever is asked for, in forward order."""
-    seen, layers = Seen(plan), frozenset(layers_in(plan.graph))
+    seen, layers = Seen(plan), frozenset(region_layers(plan.graph))
     found: dict[RegionKey, None] = {}
     for call in plan.graph.calls:
         if call.fqn in layers:
@@ -82,7 +85,7 @@ def _matches(graph: ModuleGraph, patterns: Iterable[str], *, beside: Sequence[st
         if not hits:
             raise UnmatchedPatternError(pattern, names, saving)
         found |= {fqn: f"matches {pattern}" for fqn in hits if fqn not in found}
-    layers = layers_in(graph) if beside else ()
+    layers = region_layers(graph) if beside else ()
     return {_key(fqn, layers, found[fqn], beside): found[fqn] for fqn in outermost_of(graph, found)}
 
 

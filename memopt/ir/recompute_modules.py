@@ -6,8 +6,10 @@ from types import MappingProxyType
 from memopt.ir.graph import ModuleGraph
 from memopt.ir.layers import outermost_of, saves_activations
 from memopt.ir.plan import RECIPE, RegionKey
-from memopt.ir.region_groups import layers_in, paths_in
-from memopt.ir.regions import ACTIVATIONS, Save, regions_in
+from memopt.ir.region_groups import paths_in
+from memopt.ir.region_names import ACTIVATIONS
+from memopt.ir.region_search import region_layers
+from memopt.ir.regions import Save, regions_in
 
 SUBMODULE = "submodule"
 MOE_ACT = "moe_act"
@@ -23,7 +25,7 @@ def recomputable(graph: ModuleGraph, name: str) -> dict[RegionKey, str]:
     if name == MOE_ACT:
         return _moe_activations(graph)
     route, is_meant = _MODULES[name]
-    found = [fqn for layer in layers_in(graph) for fqn in _matching(graph, layer, is_meant)]
+    found = [fqn for layer in region_layers(graph) for fqn in _matching(graph, layer, is_meant)]
     return {RegionKey(fqn): route for fqn in _saving(graph, found)}
 
 
@@ -32,7 +34,7 @@ def _moe_activations(graph: ModuleGraph) -> dict[RegionKey, str]:
     parts = dict.fromkeys(graph.calls[part.call].fqn for part in graph.parts if part.region == MOE_ACT)
     modules = [
         fqn
-        for layer in layers_in(graph)
+        for layer in region_layers(graph)
         for fqn in _matching(graph, layer, lambda path, _: _is_activation(path) and _has_experts(path))
         if not any(f"{fqn}.".startswith(f"{part}.") for part in parts)
     ]

@@ -8,6 +8,26 @@ from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from memopt.ir.region_names import (
+    ACTIVATIONS,
+    ATTENTION,
+    ATTENTION_NORMS,
+    BERT_DOWN,
+    BERT_UP,
+    CORE,
+    EXPERTS,
+    FIRST_LINEAR,
+    LAST_LINEAR,
+    MATMULS,
+    MLP,
+    MLP_NORMS,
+    PLACES,
+    PROJECTIONS_IN,
+    PROJECTIONS_OUT,
+    ROUTERS,
+    SHARED,
+)
+
 REGIONS = MappingProxyType(
     {
         "attn_norm": "the norm before attention",
@@ -34,46 +54,6 @@ MODULE = "module:"
 """The prefix of a region that is a module, named by a pattern; in a plan by its path from the decided module."""
 ALL_REGIONS = (*REGIONS, FUSED_GROUP_MLP)
 
-_ATTENTION = frozenset({"self_attn", "self_attention", "attention", "attn", "encoder_attn", "cross_attn", "crossattention"})
-_MLP = frozenset({"mlp", "feed_forward", "ffn", "block_sparse_moe", "moe", "intermediate", "output"})
-_ATTENTION_NORMS = frozenset(
-    {
-        "input_layernorm", "attention_norm", "layer_norm1", "norm1", "ln_1", "self_attn_layer_norm", "layernorm_before",
-        "attn_norm", "input_norm", "pre_attention_layernorm", "layer_norm", "encoder_attn_layer_norm",
-    }
-)  # fmt: skip
-_MLP_NORMS = frozenset(
-    {
-        "post_attention_layernorm", "ffn_norm", "layer_norm2", "norm2", "ln_2", "final_layer_norm", "layernorm_after",
-        "pre_feedforward_layernorm", "post_feedforward_layernorm", "mlp_norm", "pre_mlp_layernorm", "post_mlp_layernorm",
-        "pre_feedforward_layernorm_2", "post_feedforward_layernorm_1", "post_feedforward_layernorm_2", "mlp_layernorm",
-    }
-)  # fmt: skip
-_PROJECTIONS_IN = frozenset(
-    {
-        "q_proj", "k_proj", "v_proj", "qkv_proj", "qkv", "query", "key", "value", "query_key_value", "c_attn", "q_attn",
-        "Wqkv", "in_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "kv_a_proj", "W_pack", "wq", "wk",
-        "wv", "q_lin", "k_lin", "v_lin",
-    }
-)  # fmt: skip
-_PROJECTIONS_OUT = frozenset({"o_proj", "out_proj", "c_proj", "dense", "wo", "proj", "out_lin", "Wo"})
-_FIRST_LINEAR = frozenset(
-    {
-        "gate_proj", "up_proj", "gate_up_proj", "fc1", "c_fc", "dense_h_to_4h", "wi", "wi_0", "wi_1", "w1", "w3", "lin1",
-        "fc_in", "Wi", "linear_fc1",
-    }
-)  # fmt: skip
-_LAST_LINEAR = frozenset(
-    {"down_proj", "fc2", "c_proj", "dense_4h_to_h", "wo", "w2", "lin2", "fc_out", "Wo", "linear_fc2"}
-)
-ACTIVATIONS = frozenset({"act", "act_fn", "activation_fn", "activation", "activation_func"})
-"""What the activation of an MLP is registered as."""
-_ROUTERS = frozenset({"gate", "router", "wg"})
-_SHARED = frozenset({"shared_expert", "shared_experts", "shared_expert_gate", "shared_mlp"})
-_EXPERTS = "experts"
-_CORE = ("ScaledDotProduct", "Flash", "Flex", "Bmm", "Baddbmm", "Softmax", "Efficient", "Cudnn", "_compiled_flex")
-_MATMULS = ("Mm", "Addmm", "Bmm", "Baddbmm", "GroupedMm", "Linear", "grouped_mm")
-
 
 class Save(NamedTuple):
     """One save of a layer, as far as its region is concerned."""
@@ -90,30 +70,9 @@ def regions_in(saves: Sequence[Save], claimed: Iterable[str] = ()) -> list[str]:
     `claimed` are paths of modules from the layer: what is saved in one is in the region ``module:PATH``.
     """
     claimed = tuple(claimed)
-    in_moe = any(_EXPERTS in save.owner.split(".") for save in saves)
-    order = _Order()
-    return [_claim(save.owner, claimed) or _region(save, order, in_moe=in_moe) for save in saves]
-
-
-class _Order:
-    """How far the forward has come where only the order of saves tells regions apart."""
-
-    def __init__(self) -> None:
-        self._cores: set[str] = set()
-        self._runs: dict[str, tuple[int, bool]] = {}
-
-    def is_core(self, attention: str, node: str) -> bool:
-        """Tell whether a save of attention itself comes with or after its first operation on all three."""
-        if node.startswith(_CORE):
-            self._cores.add(attention)
-        return attention in self._cores
-
-    def linear(self, experts: str, node: str) -> tuple[int, bool]:
-        """Return how many runs of matrix products began in a block of experts, and whether one is under way."""
-        count, was_matmul = self._runs.get(experts, (0, False))
-        is_matmul = _is_matmul(node)
-        self._runs[experts] = count + (is_matmul and not was_matmul), is_matmul
-        return self._runs[experts]
+    order = _Order(saves)
+    regions = [order.region(save) for save in saves]  # of claimed ones too: they tell how far the forward has come
+    return [_claim(save.owner, claimed) or region for save, region in zip(saves, regions, strict=True)]
 
 
 def _claim(owner: str, claimed: tuple[str, ...]) -> str:
@@ -123,57 +82,107 @@ def _claim(owner: str, claimed: tuple[str, ...]) -> str:
     return ""
 
 
-def _region(save: Save, order: _Order, *, in_moe: bool) -> str:
-    names = save.owner.split(".")
-    first = names[0]
-    if first in _ATTENTION_NORMS:
-        return "attn_norm"
-    if first in _MLP_NORMS:
-        return "mlp_norm"
-    if any(name in _SHARED for name in names):
-        return "shared_expert"
-    if first in _ATTENTION:
-        return _in_attention(save, names, order)
-    if _EXPERTS in names:
-        return _in_experts(save, names, order)
-    if any(name in _ROUTERS for name in names[:2]) and in_moe:
-        return "router"
-    return _in_mlp(names, in_moe=in_moe)
+class _Order:
+    """The regions of saves one after another, where it needs to be known how far the forward has come."""
 
+    def __init__(self, saves: Iterable[Save]) -> None:
+        paths = (save.owner.split(".") for save in saves)
+        self._moe = {tuple(path[: path.index(EXPERTS)]) for path in paths if EXPERTS in path}
+        """The paths of the blocks that have experts."""
+        self._cores: set[str] = set()
+        """The attentions whose first operation on queries, keys and values has come."""
+        self._linears: dict[str, str] = {}
+        """Of a block of experts, the region of its last matrix product."""
+        self._was_matmul = False
+        self._last = ""
 
-def _in_attention(save: Save, names: list[str], order: _Order) -> str:
-    if any(name in _PROJECTIONS_IN for name in names):
-        return "qkv_linear"
-    if any("norm" in name.lower() for name in names[1:]):
-        return "qk_norm"
-    if any(name in _PROJECTIONS_OUT for name in names):
-        return "attn_proj"
-    return "core_attn" if order.is_core(names[0], save.node) else ""
+    def region(self, save: Save) -> str:
+        """Return the region of the next save."""
+        self._last = self._region(save, save.owner.split("."))
+        self._was_matmul = _is_matmul(save.node)
+        return self._last
 
+    def _region(self, save: Save, path: list[str]) -> str:
+        names = _from_place(path)
+        if names[0] in ATTENTION_NORMS:
+            return "attn_norm"
+        if names[0] in MLP_NORMS:
+            return "mlp_norm"
+        if any(name in SHARED for name in path):
+            return "shared_expert"
+        if names[0] in ATTENTION:
+            return self._in_attention(save, names)
+        if EXPERTS in path:
+            return self._in_experts(save, path)
+        return self._in_moe(path) or self._in_mlp(names)
 
-def _in_experts(save: Save, names: list[str], order: _Order) -> str:
-    """Tell by name where every expert is a module, else by the order: products, activation, products, and again."""
-    if any(name in _FIRST_LINEAR for name in names):
-        return "expert_fc1"
-    if any(name in _LAST_LINEAR for name in names):
-        return "moe_fc2"
-    experts = ".".join(names[: names.index(_EXPERTS) + 1])
-    count, is_matmul = order.linear(experts, save.node)
-    if count % 2:
-        return "expert_fc1" if is_matmul else "moe_act"
-    return "moe_fc2" if count else "expert_fc1"
+    def _in_attention(self, save: Save, names: list[str]) -> str:
+        if any(name in PROJECTIONS_IN for name in names):
+            self._cores.discard(names[0])
+            return "qkv_linear"
+        if any(name in PROJECTIONS_OUT for name in names[1:]):
+            return "attn_proj"
+        if any("norm" in name.lower() for name in names[1:]):
+            return "attn_norm" if BERT_DOWN in names else "qk_norm"
+        if save.node.startswith(CORE):
+            self._cores.add(names[0])
+            return "core_attn"
+        if self._last == "attn_proj":
+            return self._last
+        return "core_attn" if names[0] in self._cores else ""
 
+    def _in_experts(self, save: Save, path: list[str]) -> str:
+        """Tell by name where every expert is a module, else by the order: products, activation, products, and again."""
+        experts = ".".join(path[: path.index(EXPERTS)])
+        last = self._linears.get(experts, "")
+        linear = _linear(path, "expert_fc1", "moe_fc2")
+        if _is_matmul(save.node) and not linear:
+            starts = not self._was_matmul
+            linear = ("moe_fc2" if last == "expert_fc1" else "expert_fc1") if starts or not last else last
+        if linear:
+            self._linears[experts] = linear
+            return linear
+        return {"": "expert_fc1", "expert_fc1": "moe_act", "moe_fc2": "moe_fc2"}[last]
 
-def _in_mlp(names: list[str], *, in_moe: bool) -> str:
-    if any(name in _FIRST_LINEAR for name in names):
-        return "mlp_fc1"
-    if any(name in _LAST_LINEAR for name in names):
-        return "mlp_fc2"
-    if names[0] not in _MLP and names[0] not in ACTIVATIONS:
+    def _in_moe(self, path: list[str]) -> str:
+        """Return the region of what a block of experts does besides them; empty for what lies in none."""
+        for block in self._moe:
+            inside = path[len(block) :] if tuple(path[: len(block)]) == block else []
+            if inside and inside[0] in ROUTERS:
+                return "router"
+            if block and tuple(path[: len(block)]) == block:
+                return self._last if self._last in ("moe_fc2", "shared_expert") else "router"
         return ""
-    return "router" if in_moe else "mlp_act"
+
+    def _in_mlp(self, names: list[str]) -> str:
+        if linear := _linear(names, "mlp_fc1", "mlp_fc2"):
+            return linear
+        if names[0] == BERT_DOWN and "norm" in names[-1].lower():
+            return "mlp_norm"
+        if any(name in ACTIVATIONS for name in names):
+            return "mlp_act" if names[0] in MLP | ACTIVATIONS else ""
+        if not names[0] or "drop" in names[-1]:
+            return self._last  # the layer's own, as a dropout before a residual: it ends what came before
+        if names[0] in MLP:
+            return "mlp_fc2" if self._last == "mlp_fc2" else "mlp_act"
+        return ""
+
+
+def _from_place(path: list[str]) -> list[str]:
+    """Return a path without the modules around the attention, MLP or norm that it leads to."""
+    start = next((number for number, name in enumerate(path) if name in PLACES), 0)
+    return path[start:]
+
+
+def _linear(names: list[str], first: str, last: str) -> str:
+    """Return which of an MLP's linear layers a path leads to; empty for none."""
+    if any(name in FIRST_LINEAR for name in names) or names[:2] == [BERT_UP, "dense"]:
+        return first
+    if any(name in LAST_LINEAR for name in names) or names[:2] == [BERT_DOWN, "dense"]:
+        return last
+    return ""
 
 
 def _is_matmul(node: str) -> bool:
     """Tell whether a node is a matrix product, fused ones included."""
-    return any(node.startswith(name) for name in _MATMULS) or "grouped_mm" in node.lower()
+    return node.startswith(MATMULS) or "grouped_mm" in node.lower()

@@ -85,7 +85,9 @@ class FineGrainedOffload(Pass):
         wanted = swaps | self._stay(replace(base, offload=self.settings).decide(swaps), swaps)
         earlier = {key: d for key, d in plan.decisions.items() if d.by == self.name}
         if earlier and (earlier != wanted or plan.offload != self.settings):
-            raise IncompatibleError(f"{self.name} was run before with other options, and decided otherwise; give it once")
+            raise IncompatibleError(
+                f"{self.name} was run before with other options, and decided otherwise; give it once"
+            )
         for name in found.missing:
             plan = plan.note(f"activation_offload: no layer of the model has the region {name}")
         return replace(plan, offload=self.settings).decide(wanted)

@@ -1,8 +1,19 @@
-"""Plans as people read them: pure functions from a plan to rich renderables or plain values."""
+"""Plans and regions as people read them: pure functions from a plan or a graph to rich renderables or plain values."""
 
 from memopt.report.notes import notes_of
 from memopt.report.page import plan_report
+from memopt.report.regions import regions_report, regions_values
 from memopt.report.render import WIDTH, rendered, rendered_html, rendered_svg
 from memopt.report.summary import plan_summary
 
-__all__ = ["WIDTH", "notes_of", "plan_report", "plan_summary", "rendered", "rendered_html", "rendered_svg"]
+__all__ = [
+    "WIDTH",
+    "notes_of",
+    "plan_report",
+    "plan_summary",
+    "regions_report",
+    "regions_values",
+    "rendered",
+    "rendered_html",
+    "rendered_svg",
+]

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from memopt.errors import UnreadableFileError
-from memopt.ir import Family, FunctionCall, load_plan, plan_from_json, plan_to_json, save_plan
+from memopt.ir import Family, FunctionCall, PartCall, load_plan, plan_from_json, plan_to_json, save_plan
 from tests.builders import QWEN, mib_save, plan_of, qwen_layers
 
 PRODUCT = FunctionCall(
@@ -19,16 +19,21 @@ PRODUCT = FunctionCall(
     flops=1 << 40,
     keepable=True,
 )
+ACTIVATION = PartCall(
+    region="moe_act", call=3, first_save=1, end_save=2, inputs=((7, 4096),), outputs=((8, 2048), (9, 16))
+)
 
 
 def full_plan():
-    """Return a plan of two layers whose graph knows inputs, operations and functions too."""
+    """Return a plan of two layers whose graph knows inputs, outputs, operations, functions and parts too."""
     plan = plan_of(*qwen_layers(2), build=QWEN)
-    calls = tuple(replace(call, inputs=((40, 8192), (41, 16)), flops=1 << 41) for call in plan.graph.calls)
+    known = {"inputs": ((40, 8192), (41, 16)), "outputs": ((42, 4096), (43, 8)), "flops": 1 << 41}
+    calls = tuple(replace(call, **known) for call in plan.graph.calls)
     plan = plan.note("a note")
     functions = (PRODUCT, replace(PRODUCT, keepable=False))
-    graph = replace(plan.graph, calls=calls, functions=functions, checkpointed=("model.layers.0",))
-    return replace(plan, graph=graph)
+    parts = (ACTIVATION, replace(ACTIVATION, inputs=()))
+    facts = {"calls": calls, "functions": functions, "parts": parts, "checkpointed": ("model.layers.0",)}
+    return replace(plan, graph=replace(plan.graph, **facts))
 
 
 def test_a_plan_survives_a_file(tmp_path):
@@ -42,7 +47,7 @@ def test_a_missing_file_is_named(tmp_path):
         load_plan(tmp_path / "plan.json")
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 4}'])
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"schema_version": 5}'])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(UnreadableFileError, match="plan 'text' cannot be read: ") as error:
         plan_from_json(text)
@@ -50,7 +55,7 @@ def test_what_is_no_plan_is_refused(text):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize(("key", "value"), [("schema_version", 3), ("extra", 1), ("decisions", [["a", "", {}]])])
+@pytest.mark.parametrize(("key", "value"), [("schema_version", 4), ("extra", 1), ("decisions", [["a", "", {}]])])
 def test_a_wrong_key_is_named(key, value):
     document = json.loads(plan_to_json(plan_of(mib_save("model.self_attn"))))
     with pytest.raises(UnreadableFileError, match=key):
@@ -90,6 +95,7 @@ def is_now(new):
         (["graph", "calls", 3, "fqn"], is_now("x"), "graph.calls.3.fqn: 'x' is no module"),
         (["graph", "calls", 3, "index"], is_now(4), "graph.calls.3.index: 4 stands at 3"),
         (["graph", "calls", 3, "inputs", 1], is_now([2, -16]), "graph.calls.3.inputs.1: -16 is negative"),
+        (["graph", "calls", 3, "outputs", 0], is_now([-2, 16]), "graph.calls.3.outputs.0: -2 is negative"),
         (["graph", "calls", 3, "flops"], is_now(-1), "graph.calls.3.flops: -1 is negative"),
         (["graph", "functions", 1, "call"], is_now(99), "graph.functions.1.call: 99 is no call"),
         (["graph", "functions", 1, "call"], is_now(-1), "graph.functions.1.call: -1 is no call"),
@@ -98,6 +104,11 @@ def is_now(new):
         (["graph", "functions", 1, "statistics", 1], is_now([9, -1]), "graph.functions.1.statistics.1: -1 is negative"),
         (["graph", "functions", 1, "flops"], is_now(-1), "graph.functions.1.flops: -1 is negative"),
         (["graph", "functions", 1, "family"], is_now("gemm"), "graph.functions.1.family: Input should be 'mm'"),
+        (["graph", "parts", 1, "region"], is_now("rope"), "graph.parts.1.region: 'rope' is no region"),
+        (["graph", "parts", 1, "call"], is_now(99), "graph.parts.1.call: 99 is no call"),
+        (["graph", "parts", 1, "end_save"], is_now(0), "graph.parts.1.end_save: saves 1 to 0 are not within"),
+        (["graph", "parts", 1, "inputs"], is_now([[7, -1]]), "graph.parts.1.inputs.0: -1 is negative"),
+        (["graph", "parts", 1, "outputs", 1], is_now([-9, 1]), "graph.parts.1.outputs.1: -9 is negative"),
         (["graph", "saved", 5, "index"], is_now(6), "graph.saved.5.index: 6 stands at 5"),
         (["graph", "saved", 5, "call"], is_now(99), "graph.saved.5.call: 99 is no call"),
         (["graph", "saved", 5, "owner"], is_now("x"), "graph.saved.5.owner: 'x' is no module"),

@@ -1,0 +1,28 @@
+"""Note the storages of a forward: which call made each, and the sizes of those that go into calls and come out."""
+
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from memopt.analyze.arguments import tensors_in, unseen
+from memopt.analyze.observation import Observation
+from memopt.tensors import storage_key
+
+
+def note_maker(seen: Observation, tensor: torch.Tensor, call: int | None) -> None:
+    """Note that a call made a tensor's storage, unless it is known already."""
+    if tensor.layout is torch.strided and (key := storage_key(tensor)) not in seen.makers:
+        seen.makers[key] = (StorageWeakRef(tensor.untyped_storage()), call)
+
+
+@unseen
+def sizes_in(seen: Observation, tree: Any, call: int | None, *, ignored: frozenset[int]) -> dict[int, int]:
+    """Return storage -> bytes of the tensors in arguments or results, `ignored` ones left out.
+
+    A storage that is not known yet was made by `call`.
+    """
+    tensors = [tensor for tensor in tensors_in(tree) if storage_key(tensor) not in ignored]
+    for tensor in tensors:
+        note_maker(seen, tensor, call)
+    return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
