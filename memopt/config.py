@@ -50,7 +50,9 @@ class Config:
         if self.pp_size < 1:
             raise IllegalValueError("pp_size", self.pp_size, "a whole number from 1")
         if not 0 <= self.pp_rank < self.pp_size:
-            raise IllegalValueError("pp_rank", self.pp_rank, f"0..{self.pp_size - 1}, which pp_size={self.pp_size} sets")
+            raise IllegalValueError(
+                "pp_rank", self.pp_rank, f"0..{self.pp_size - 1}, which pp_size={self.pp_size} sets"
+            )
 
 
 _SECTIONS: dict[str, Any] = {"activation_offload": ActivationOffload, "recompute": Recompute}
@@ -150,9 +152,7 @@ def _refuse_beside(key: str, config: Config) -> None:
     if config.enable_compile:
         raise IncompatibleError(f"{key} is incompatible with torch.compile; set enable_compile to false")
     if config.backend != "torch":
-        raise IncompatibleError(
-            f"{key} supports only the PyTorch backend (backend='torch'), not {config.backend!r}"
-        )
+        raise IncompatibleError(f"{key} supports only the PyTorch backend (backend='torch'), not {config.backend!r}")
 
 
 def _part_passes(config: Config) -> Iterator[str]:

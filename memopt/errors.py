@@ -122,6 +122,26 @@ class NothingToCheckpointError(MemoptError):
         )
 
 
+class NothingOfThatKindError(RequestError):
+    """None of the parts that were asked for is in the model."""
+
+    def __init__(self, what: str, class_name: str, asked: Iterable[str], has: Iterable[str]) -> None:
+        listed = ", ".join(has) or "none that it knows: it found no layers; try module:PATTERN"
+        super().__init__(f"{what} found no {' or '.join(asked)} in {class_name}; it has: {listed}")
+
+
+class UnmatchedPatternError(RequestError):
+    """A pattern that matches no module in which something is saved."""
+
+    def __init__(self, key: str, pattern: str, fqns: Iterable[str]) -> None:
+        close = difflib.get_close_matches(pattern, list(fqns), n=2, cutoff=0.5)
+        guess = f"did you mean {' or '.join(repr(f'module:{name}') for name in close)}? " if close else ""
+        super().__init__(
+            f"pattern {key!r} matches no module in which something is saved for backward; {guess}"
+            "names are those of model.named_modules(), and * crosses dots"
+        )
+
+
 class InvalidPlanError(MemoptError):
     """A plan that contradicts itself or its graph."""
 

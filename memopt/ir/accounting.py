@@ -1,10 +1,12 @@
 """What a plan means in bytes; the report prints it, the runtime's counters are held against it."""
 
 from collections.abc import Collection, Iterable, Sequence, Set
+from dataclasses import replace
 
-from memopt.ir.accounts import PASSES, PlanAccount, TargetAccount, TensorLine, storage_bytes
+from memopt.ir.accounts import PASSES, PlanAccount, TargetAccount, TensorLine, storage_bytes, with_offload
 from memopt.ir.graph import Kind, ModuleGraph, SavedTensor
-from memopt.ir.plan import Action, Decision, Plan
+from memopt.ir.offload_account import OffloadSums
+from memopt.ir.plan import RECIPE, Action, Decision, Plan, RegionKey
 from memopt.ir.policy import POLICIES, Keep
 from memopt.ir.recompute_account import RUNS_AGAIN, Regions
 
@@ -23,10 +25,29 @@ def keep_reason(tensor: SavedTensor, policy: str) -> Keep | None:
 
 def account(plan: Plan) -> PlanAccount:
     """Work out what every target of a plan covers, copies, recomputes and frees."""
-    regions = Regions(plan)
+    whole = replace(
+        plan, decisions={key: d for key, d in plan.decisions.items() if is_whole(key, d)}, prefetch_chain=()
+    )
+    if len(whole.decisions) == len(plan.decisions):
+        return _account_of_whole(plan, Regions(plan))
+    sums = OffloadSums(plan)
+    regions = Regions(whole, gone=sums.gone)
+    modules = _account_of_whole(whole, regions, gone=sums.gone)
+    swapped = {line.tensor.index for one in modules.targets for line in one.lines if line.action is Action.SWAP}
+    offload = sums.account(left=regions.inside | swapped, needed=regions.needed)
+    return with_offload(modules, offload)
+
+
+def is_whole(key: RegionKey, decision: Decision) -> bool:
+    """Tell whether a decision is about a whole module, its output kept."""
+    return not key.region and decision.route != RECIPE
+
+
+def _account_of_whole(plan: Plan, regions: Regions, *, gone: Set[int] = frozenset()) -> PlanAccount:
+    """Account for decisions on whole modules; `gone` are saves that leave the device otherwise."""
     lines = {key.fqn: _lines(plan, regions, key.fqn, decision) for key, decision in plan.decisions.items()}
     swapped = {line.tensor.index for target in lines.values() for line in target if line.action is Action.SWAP}
-    pinned = plan.graph.held | {t.storage for t in plan.graph.saved if t.index not in swapped}
+    pinned = plan.graph.held | {t.storage for t in plan.graph.saved if t.index not in swapped | gone}
     freed: set[int] = set()
     targets = [
         _target(plan, regions, key.fqn, decision, lines[key.fqn], pinned, freed)

@@ -1,9 +1,10 @@
 """The sums that stand for a plan: of one target, of all targets, of everything that is saved."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from memopt.ir.graph import Kind, SavedTensor
+from memopt.ir.offload_accounts import OffloadAccount
 from memopt.ir.plan import Action
 from memopt.ir.policy import Keep
 from memopt.ir.recompute_account import RUNS_AGAIN, RecomputeAccount
@@ -55,8 +56,9 @@ class PlanAccount:
     """All targets, and the sums over them with each storage once."""
 
     targets: tuple[TargetAccount, ...]
+    """The modules that are decided on as a whole."""
     covered_bytes: int
-    """What passes the policies of swap."""
+    """What passes the policies of swap; of regions, what moves."""
     swap_bytes: int
     freed_bytes: int
     """By swapping and by recomputing: what is saved without the plan and leaves the device with it."""
@@ -76,11 +78,30 @@ class PlanAccount:
     """Of the whole forward."""
     repeated_flops: int
     """Of those that backward runs a second time."""
+    offload: OffloadAccount | None = None
+    """Of a plan that offloads regions, or recomputes parts whose output is not kept; the sums above hold it too."""
 
     @property
     def net_freed_bytes(self) -> int:
         """How much less the device holds between forward and backward; negative where the plan costs memory."""
         return self.freed_bytes - self.added_bytes
+
+
+def with_offload(account: PlanAccount, offload: OffloadAccount) -> PlanAccount:
+    """Return the account of whole modules with that of regions and parts beside them."""
+    return replace(
+        account,
+        covered_bytes=account.covered_bytes + offload.moved_bytes,
+        swap_bytes=account.swap_bytes + offload.moved_bytes,
+        freed_bytes=offload.freed_bytes,
+        num_tensors=account.num_tensors + offload.num_tensors,
+        dropped_bytes=account.dropped_bytes + offload.dropped_bytes + offload.output_bytes,
+        input_bytes=account.input_bytes + offload.input_bytes,
+        added_bytes=offload.added_bytes,
+        replay_bytes=max(account.replay_bytes, offload.replay_bytes),
+        repeated_flops=account.repeated_flops + offload.repeated_flops,
+        offload=offload,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

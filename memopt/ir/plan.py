@@ -98,10 +98,12 @@ class Plan:
 
     def related(self, fqn: str) -> tuple[Decision, ...]:
         """Return the decisions on a module, on those around it and on those inside it, under any of its names."""
+        return tuple(self.decisions[key] for key in self.related_keys(fqn))
+
+    def related_keys(self, fqn: str) -> tuple[RegionKey, ...]:
+        """Return what `related` decides on."""
         names = self.graph.by_fqn[fqn].fqns
-        return tuple(
-            decision for key, decision in self.decisions.items() if any(_related(key.fqn, name) for name in names)
-        )
+        return tuple(key for key in self.decisions if any(_related(key.fqn, name) for name in names))
 
     def verify(self) -> None:
         """Raise an InvalidPlanError for a decision or a chain that the graph does not allow."""

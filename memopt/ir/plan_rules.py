@@ -6,7 +6,7 @@ from itertools import permutations
 from memopt.errors import InvalidPlanError
 from memopt.ir.graph import ModuleGraph
 from memopt.ir.plan import OFFLOAD, RECIPE, Action, Decision, Plan, RegionKey, enclosing
-from memopt.ir.region_groups import layers_in
+from memopt.ir.region_search import region_layers
 from memopt.ir.regions import ALL_REGIONS, FUSED_GROUP_MLP, FUSED_PARTS, MODULE
 
 MOE_ACT = "moe_act"
@@ -20,9 +20,11 @@ def verify_regions(plan: Plan) -> None:
         if wrong := _wrong_region(plan.graph, key, decision):
             raise InvalidPlanError(f"decision on {str(key)!r}: {wrong}")
         if key.region in ALL_REGIONS and decision.action is not Action.RECOMPUTE:
-            layers = layers_in(plan.graph) if layers is None else layers
+            layers = region_layers(plan.graph) if layers is None else layers
             if plan.graph.by_fqn[key.fqn].fqn not in layers:
-                raise InvalidPlanError(f"decision on {str(key)!r}: only a layer has such regions, and {key.fqn!r} is none")
+                raise InvalidPlanError(
+                    f"decision on {str(key)!r}: only a layer has such regions, and {key.fqn!r} is none"
+                )
     modules = _by_module(plan)
     for keys in modules.values():
         _verify_one_module(keys)
@@ -32,6 +34,8 @@ def verify_regions(plan: Plan) -> None:
 
 def _wrong_region(graph: ModuleGraph, key: RegionKey, decision: Decision) -> str:
     """Return what is wrong with the region that a decision names, empty where nothing is."""
+    if key.region and (first := graph.by_fqn[key.fqn].fqn) != key.fqn:
+        return f"a region is named by the module's first name, {first!r}"
     if decision.action is Action.RECOMPUTE:
         return _wrong_recomputed(graph, key, decision)
     if not key.region:

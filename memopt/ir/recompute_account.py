@@ -1,6 +1,6 @@
 """What recomputing regions drops, what it holds for the replay, and what it runs again."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 
 from memopt.ir.graph import FunctionCall, Kind, ModuleCall, ModuleGraph, SavedTensor
@@ -52,7 +52,8 @@ class RecomputeAccount:
 class Regions:
     """The recomputed regions of a plan, and the storages that the device holds for them and beside them."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, *, gone: Set[int] = frozenset()) -> None:
+        """Find the regions; `gone` are saves that leave the device otherwise."""
         self._graph = graph = plan.graph
         self._ends = _subtree_ends(graph)
         self.replays: dict[str, tuple[Replay, ...]] = {}
@@ -67,9 +68,12 @@ class Regions:
         needed = {**self.inputs, **self.results}
         self.added = {key: size for key, size in needed.items() if key not in saved | graph.held}
         """Storage -> bytes of inputs and results that would be free between forward and backward."""
-        inside = {n for replay in replays for n in range(replay.call.first_save, replay.call.end_save)}
-        self.held = graph.held | needed.keys() | self.last.keys()
-        self.held |= {tensor.storage for tensor in graph.saved if tensor.index not in inside}
+        self.inside = {n for replay in replays for n in range(replay.call.first_save, replay.call.end_save)}
+        """The saves in them."""
+        self.needed = {**needed, **self.last}
+        """Storage -> bytes of all that they hold."""
+        self.held = graph.held | self.needed.keys()
+        self.held |= {t.storage for t in graph.saved if t.index not in self.inside and t.index not in gone}
 
     def saved(self, fqn: str) -> tuple[SavedTensor, ...]:
         """Return what autograd saves in a region, over all its calls."""

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from memopt.errors import NoLayerContainerError
-from memopt.ir.containers import layer_containers
 from memopt.ir.graph import ModuleCall, ModuleGraph, PartCall, SavedTensor
 from memopt.ir.plan import OFFLOAD, RECIPE, Action, Plan, RegionKey, enclosing
+from memopt.ir.region_search import path_in, region_layers
 from memopt.ir.regions import FUSED_GROUP_MLP, FUSED_PARTS, MODULE, Save, regions_in
 
 
@@ -25,7 +24,7 @@ class Entry(NamedTuple):
     """The FQN of the module that saved it, or of the part."""
     tensor: SavedTensor | None
     """None for what a part was called with."""
-    group: RegionKey
+    group: RegionKey = RegionKey("")
     """Its group; the region is empty where it is in none."""
 
 
@@ -67,7 +66,7 @@ class Seen:
     @cached_property
     def scopes(self) -> tuple[tuple[range, frozenset[int]], ...]:
         """Return the saves of each layer's call, and which storages stand there for recipes."""
-        layers = layers_in(self.graph)
+        layers = region_layers(self.graph)
         whole = range(len(self.graph.saved))
         outputs: dict[range, set[int]] = {}
         calls = [range(c.first_save, c.end_save) for c in self.graph.calls if c.fqn in layers]
@@ -89,7 +88,7 @@ class Seen:
 
     def is_recipe(self, storage: int, at: int) -> bool:
         """Tell whether a storage, met at a place in the sequence of saves, is made again by a part of the same layer."""
-        return any(at in range(saves.start, saves.stop + 1) and storage in made for saves, made in self.scopes)
+        return any(at in saves and storage in made for saves, made in self.scopes)
 
     def calls(self) -> Iterator[tuple[ModuleCall, list[Entry]]]:
         """Yield the calls of offloaded modules in forward order, each with what it sees."""
@@ -103,28 +102,69 @@ class Seen:
         """Return what a call sees, recipes left out; regions of modules are told apart as far as they are given."""
         seen = list(self._seen_in(call))
         claimed = [region.removeprefix(MODULE) for region in regions if region.startswith(MODULE)]
-        saves = [Save(owner[len(call.fqn) + 1 :], tensor.node if tensor else "") for _, _, owner, tensor in seen]
+        paths = {owner: path_in(self.graph, call.fqn, owner) for owner in {one.owner for one, _ in seen}}
+        saves = [Save(paths[one.owner], one.tensor.node if one.tensor else "") for one, _ in seen]
         labels = regions_in(saves, claimed)
         fused = FUSED_GROUP_MLP in regions
         return [
-            Entry(*one, RegionKey(call.fqn, FUSED_GROUP_MLP if fused and label in FUSED_PARTS else label))
-            for one, label in zip(seen, labels, strict=True)
-            if not (one[3].index in self.recipe_saves if one[3] else self.is_recipe(one[0], call.first_save))
+            one._replace(group=RegionKey(call.fqn, FUSED_GROUP_MLP if fused and label in FUSED_PARTS else label))
+            for (one, recipe), label in zip(seen, labels, strict=True)
+            if not recipe
         ]
 
-    def _seen_in(self, call: ModuleCall) -> Iterator[tuple[int, int, str, SavedTensor | None]]:
-        """Yield storage, bytes, owner and tensor of what a call sees, recipes included: they have a place in the order."""
+    def _seen_in(self, call: ModuleCall) -> Iterator[tuple[Entry, bool]]:
+        """Yield what a call sees, its group unknown, and whether it is a recipe: these have a place in the order."""
         recipes = [recipe for recipe in self.recipes if _is_inside(recipe, range(call.first_save, call.end_save))]
         for n in range(call.first_save, call.end_save + 1):
             while recipes and recipes[0].end_save == n:
                 recipe = recipes.pop(0)
-                yield from ((storage, size, recipe.fqn, None) for storage, size in recipe.inputs)
+                for storage, size in recipe.inputs:
+                    yield Entry(storage, size, recipe.fqn, None), self.is_recipe(storage, recipe.first_save)
             if n < call.end_save and n not in self.hidden:
-                tensor = self.graph.saved[n]
-                yield tensor.storage, tensor.storage_bytes, tensor.owner, tensor
+                t = self.graph.saved[n]
+                yield Entry(t.storage, t.storage_bytes, t.owner, t), n in self.recipe_saves
 
 
-def layers_in(graph: ModuleGraph) -> tuple[str, ...]:
+def is_recipe(self, storage: int, at: int) -> bool:
+        """Tell whether a storage, met at a place in the sequence of saves, is made again by a part of the same layer."""
+        return any(at in saves and storage in made for saves, made in self.scopes)
+
+    def calls(self) -> Iterator[tuple[ModuleCall, list[Entry]]]:
+        """Yield the calls of offloaded modules in forward order, each with what it sees."""
+        ends: dict[str, int] = {}
+        for call in sorted(self.graph.calls, key=lambda call: (call.first_save, call.index)):
+            if call.fqn in self.decided and call.first_save >= ends.get(call.fqn, 0):
+                ends[call.fqn] = call.end_save
+                yield call, self.entries(call, self.decided[call.fqn])
+
+    def entries(self, call: ModuleCall, regions: tuple[str, ...] = ()) -> list[Entry]:
+        """Return what a call sees, recipes left out; regions of modules are told apart as far as they are given."""
+        seen = list(self._seen_in(call))
+        claimed = [region.removeprefix(MODULE) for region in regions if region.startswith(MODULE)]
+        paths = {owner: path_in(self.graph, call.fqn, owner) for owner in {one.owner for one, _ in seen}}
+        saves = [Save(paths[one.owner], one.tensor.node if one.tensor else "") for one, _ in seen]
+        labels = regions_in(saves, claimed)
+        fused = FUSED_GROUP_MLP in regions
+        return [
+            one._replace(group=RegionKey(call.fqn, FUSED_GROUP_MLP if fused and label in FUSED_PARTS else label))
+            for (one, recipe), label in zip(seen, labels, strict=True)
+            if not recipe
+        ]
+
+    def _seen_in(self, call: ModuleCall) -> Iterator[tuple[Entry, bool]]:
+        """Yield what a call sees, its group unknown, and whether it is a recipe: these have a place in the order."""
+        recipes = [recipe for recipe in self.recipes if _is_inside(recipe, range(call.first_save, call.end_save))]
+        for n in range(call.first_save, call.end_save + 1):
+            while recipes and recipes[0].end_save == n:
+                recipe = recipes.pop(0)
+                for storage, size in recipe.inputs:
+                    yield Entry(storage, size, recipe.fqn, None), self.is_recipe(storage, recipe.first_save)
+            if n < call.end_save and n not in self.hidden:
+                t = self.graph.saved[n]
+                yield Entry(t.storage, t.storage_bytes, t.owner, t), n in self.recipe_saves
+
+
+def region_layers(graph: ModuleGraph) -> tuple[str, ...]:
     """Return the layers of a model, none where it has none."""
     try:
         return tuple(layer for container in layer_containers(graph) for layer in container.layers)

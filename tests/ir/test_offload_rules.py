@@ -42,12 +42,16 @@ def test_a_group_without_bytes_is_no_margin():
     assert kept(groups, margin=10) == [1]
 
 
-@pytest.mark.parametrize(("margin", "expected"), [(0, []), (9, []), (10, [3]), (19, [3]), (20, [2, 3]), (99, [0, 1, 2, 3])])
+@pytest.mark.parametrize(
+    ("margin", "expected"), [(0, []), (9, []), (10, [3]), (19, [3]), (20, [2, 3]), (99, [0, 1, 2, 3])]
+)
 def test_a_margin_in_bytes_keeps_the_last_groups_that_fit(margin, expected):
     assert kept(layers(4, "core_attn"), margin=margin) == expected
 
 
-@pytest.mark.parametrize(("rank", "delta", "expected"), [(0, 10, []), (1, 0, []), (1, 10, [0]), (1, 11, [0, 1]), (2, 10, [0, 1])])
+@pytest.mark.parametrize(
+    ("rank", "delta", "expected"), [(0, 10, []), (1, 0, []), (1, 10, [0]), (1, 11, [0, 1]), (2, 10, [0, 1])]
+)
 def test_a_later_stage_keeps_the_first_groups_and_may_overshoot(rank, delta, expected):
     assert kept(layers(4, "core_attn"), pp_rank=rank, pp_rank_delta_bytes=delta, margin=0) == expected
 
@@ -78,14 +82,16 @@ def test_what_holds_of_every_request(groups, settings):
     reasons = kept_groups(groups, settings)
     assert list(reasons) == sorted(reasons)
     assert all(groups[n].num_bytes for n in reasons)
-    by_rule = {rule: [n for n, why in reasons.items() if why.startswith(rule)] for rule in ("margin", "pipeline", "fraction")}
+    by_rule = {
+        rule: [n for n, why in reasons.items() if why.startswith(rule)] for rule in ("margin", "pipeline", "fraction")
+    }
     if settings.margin == "auto":
         assert len(by_rule["margin"]) == len({group.region for group in groups if group.num_bytes})
     else:
         assert sum(groups[n].num_bytes for n in by_rule["margin"]) <= settings.margin
     budget = settings.pp_rank * settings.pp_rank_delta_bytes
     assert sum(groups[n].num_bytes for n in by_rule["pipeline"][:-1]) < max(budget, 1)
-    left = [n for n, group in enumerate(groups) if group.num_bytes and n not in reasons or n in by_rule["fraction"]]
+    left = [n for n, group in enumerate(groups) if (group.num_bytes and n not in reasons) or n in by_rule["fraction"]]
     stay = len(left) * (1 - Fraction(str(settings.fraction)))
     assert stay - 1 < len(by_rule["fraction"]) <= stay
     assert by_rule["fraction"] == left[len(left) - len(by_rule["fraction"]) :]

@@ -1,0 +1,70 @@
+"""Decide to recompute light parts of layers, whose outputs are not kept either, and whole MLPs."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from memopt.errors import IncompatibleError, NothingOfThatKindError
+from memopt.ir import RECIPE, RECOMPUTABLE, Action, Decision, Plan, RegionKey, recomputable, recompute_names
+from memopt.passes.base import Pass
+
+_WHY = {
+    "layernorm": "a norm is cheap, and its input is saved or moved anyway",
+    "moe_act": "the experts' activation is cheap",
+    "mlp_act": "the MLP's activation is cheap",
+    "mlp": "a dense MLP as a whole",
+    "moe": "a block of experts as a whole",
+    "shared_expert": "a shared expert as a whole",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecomputeParts(Pass):
+    """Recompute parts of every layer by name; what saves the output of a light one saves how to make it instead."""
+
+    name: ClassVar[str] = "recompute-parts"
+
+    modules: tuple[str, ...] = ()
+    """``layernorm``, ``moe_act``, ``mlp_act``: light; ``mlp``, ``moe``, ``shared_expert``: whole modules."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "modules", recompute_names("modules", self.modules))
+
+    def run(self, plan: Plan) -> Plan:
+        """Decide on every part that the names stand for, and leave alone what is decided already.
+
+        Raises NothingOfThatKindError where the model has none, IncompatibleError beside swap and checkpointing of layers,
+        and after fine-grained-offload, which depends on it.
+        """
+        found = {name: recomputable(plan.graph, name) for name in self.modules}
+        if not any(found.values()):
+            has = [name for name in RECOMPUTABLE if recomputable(plan.graph, name)]
+            raise NothingOfThatKindError("recompute", plan.graph.model.class_name, self.modules, has)
+        wanted = {key: self._decision(name, route) for name, keys in found.items() for key, route in keys.items()}
+        for name in (name for name, keys in found.items() if not keys):
+            plan = plan.note(f"recompute: the model has no {name} that saves anything")
+        return plan.decide({key: decision for key, decision in wanted.items() if self._is_free(plan, key, decision)})
+
+    def _decision(self, name: str, route: str) -> Decision:
+        light = ", and its output is not kept either" if route == RECIPE else ""
+        why = f"{name}: {_WHY[name]}{light}"
+        return Decision(action=Action.RECOMPUTE, by=self.name, why=why, policy="full", route=route)
+
+    def _is_free(self, plan: Plan, key: RegionKey, wanted: Decision) -> bool:
+        """Tell whether nothing is decided on a part, around it or inside it, but for regions that somebody offloads."""
+        earlier = [decision for decision in plan.related(key.fqn) if decision != wanted]
+        for decision in earlier:
+            if decision.by in _EXCLUDED:
+                raise IncompatibleError(f"{self.name} {_EXCLUDED[decision.by]} (both decide on {str(key)!r})")
+        hand = [d for d in earlier if d.by != self.name and not d.policy == "offload"]
+        if plan.decisions.get(key) == wanted:
+            return False
+        if any(decision.by == self.name and key_ == key for key_, decision in plan.decisions.items()):
+            raise IncompatibleError(f"{self.name} was run before with other options; give it once")
+        return not hand
+
+
+_EXCLUDED = {
+    "activation-checkpoint": "is incompatible with activation-checkpoint, which recomputes layers; drop one of the two",
+    "attention-swap": "is incompatible with attention-swap; offload core_attn and attn_proj instead",
+    "fine-grained-offload": "comes before fine-grained-offload, which depends on it; change their order",
+}
