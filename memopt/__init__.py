@@ -11,6 +11,8 @@ _HOMES = {
     "plan": "memopt.api:plan",
     "apply": "memopt.api:apply",
     "undo": "memopt.api:undo",
+    "regions": "memopt.ir.region_search:regions",
+    "mark_not_offload": "memopt.runtime.marks:mark_not_offload",
     "load_plan": "memopt.ir:load_plan",
     "save_plan": "memopt.ir:save_plan",
     "Config": "memopt.config:Config",

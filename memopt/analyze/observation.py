@@ -105,6 +105,8 @@ class Observation:
     checkpointed: dict[str, None] = field(default_factory=dict)
     """FQNs of the modules that were called inside of torch's checkpoint."""
     output: Any = None
+    returned: list[tuple[torch.Tensor, int, dict[int, int]]] = field(default_factory=list)
+    """(a tensor that a call returned, without its graph; its version then; the results of the call that it is among)."""
     active: list[Call] = field(default_factory=list)
     operands: list[torch.Tensor] = field(default_factory=list)
     """Of the expensive function that is being called."""

@@ -14,7 +14,7 @@ from memopt.analyze.checkpoints import is_inside_checkpoint
 from memopt.analyze.functions import call_noted
 from memopt.analyze.observation import Call, Observation, Save, Ticket
 from memopt.analyze.parts import parts_noted
-from memopt.analyze.storages import note_maker, sizes_in
+from memopt.analyze.storages import drop_written, note_maker, results_in, sizes_in
 from memopt.operands import source_of
 from memopt.operations import family_of
 from memopt.tensors import kind_of, storage_key, storage_keys
@@ -37,6 +37,7 @@ def observe(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(*_saving_hooks(seen, parameters, buffers)))
         seen.output = model(*args, **kwargs)
+    drop_written(seen)
     seen.held |= storage_keys(tensors_in((inputs, seen.output)))
     return seen
 
@@ -56,7 +57,7 @@ def _call_hooks(seen: Observation, module: nn.Module, fqn: str, *, ignored: froz
     def end(module: nn.Module, args: Any, output: Any) -> None:
         call = seen.active.pop()
         call.end_save = len(seen.saves)
-        call.outputs = sizes_in(seen, output, call.index, ignored=ignored)
+        call.outputs = results_in(seen, output, call.index, ignored=ignored)
         call.flops = seen.flops() - call.flops_before
 
     before = module.register_forward_pre_hook(begin, with_kwargs=True)

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from memopt.analyze.observation import Observation, Part
-from memopt.analyze.storages import sizes_in
+from memopt.analyze.storages import results_in, sizes_in
 
 METHODS: Mapping[str, str] = MappingProxyType({"_apply_gate": "moe_act"})
 """The name of the method, and the region that it is; all of transformers' fused experts have it."""
@@ -44,7 +44,7 @@ def _noted(seen: Observation, method: Callable[..., Any], region: str, ignored: 
         here, first_save = seen.active[-1].index, len(seen.saves)
         inputs = sizes_in(seen, (args, kwargs), here, ignored=ignored)
         out = method(*args, **kwargs)
-        outputs = sizes_in(seen, out, here, ignored=ignored)
+        outputs = results_in(seen, out, here, ignored=ignored)
         seen.parts.append(Part(region, here, first_save, len(seen.saves), inputs, outputs))
         return out
 

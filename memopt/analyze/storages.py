@@ -26,3 +26,21 @@ def sizes_in(seen: Observation, tree: Any, call: int | None, *, ignored: frozens
     for tensor in tensors:
         note_maker(seen, tensor, call)
     return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+
+@unseen
+def results_in(seen: Observation, tree: Any, call: int, *, ignored: frozenset[int]) -> dict[int, int]:
+    """Return storage -> bytes of what a call returned; `drop_written` takes out later what is written to then."""
+    results = sizes_in(seen, tree, call, ignored=ignored)
+    for tensor in tensors_in(tree):
+        if storage_key(tensor) in results and not tensor.is_inference():
+            seen.returned.append((tensor.detach(), tensor._version, results))
+    return results
+
+
+def drop_written(seen: Observation) -> None:
+    """Leave out of the results of calls what was written to after they returned: it is not what they made."""
+    for tensor, version, results in seen.returned:
+        if tensor._version != version:
+            results.pop(storage_key(tensor), None)
+    seen.returned.clear()

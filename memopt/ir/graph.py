@@ -86,7 +86,7 @@ class ModuleCall:
     inputs: tuple[tuple[int, int], ...] = ()
     """(storage, bytes) of the tensors in its arguments, parameters and buffers left out."""
     outputs: tuple[tuple[int, int], ...] = ()
-    """(storage, bytes) of the tensors that it returned, parameters and buffers left out."""
+    """(storage, bytes) of the tensors that it returned, without parameters, buffers and what is written to later."""
     flops: int = 0
     """Of the operations in it that have any (torch's registry of formulas), its children's included."""
 
@@ -107,7 +107,7 @@ class PartCall:
     inputs: tuple[tuple[int, int], ...]
     """(storage, bytes) of the tensors in its arguments, parameters and buffers left out."""
     outputs: tuple[tuple[int, int], ...]
-    """(storage, bytes) of the tensors that it returned, parameters and buffers left out."""
+    """(storage, bytes) of the tensors that it returned, without parameters, buffers and what is written to later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -76,6 +76,11 @@ def layer_regions(
     return {region: tuple(tensors) for region, tensors in regions.items()}
 
 
+def regions(graph: ModuleGraph) -> tuple[str, ...]:
+    """Return the names of the regions that a traced model has, in the order of a forward."""
+    return tuple(line.region for line in region_summary(graph).regions if line.num_groups)
+
+
 def region_summary(graph: ModuleGraph) -> RegionSummary:
     """Return what every region of a model comes to, what layers save besides, and what is saved outside of them."""
     layers = {layer: layer_regions(graph, layer) for layer in region_layers(graph)}
