@@ -67,9 +67,9 @@ def allocated_after_forward(model, batch):
     return held
 
 
-def measure(model, plan, batch, steps):
+def measure(model, plan, batch, steps, warm_up=WARM_UP):
     with applied(model, plan) as handle:
-        for _ in range(WARM_UP):
+        for _ in range(warm_up):
             timed(model, batch, "cuda")
         held = allocated_after_forward(model, batch)
         before = handle.stats() if handle else None
@@ -89,7 +89,7 @@ def rows_of(model, graph, batch, steps):
     yield "nothing", base
     for name, config in modes(region_names(graph)).items():
         plan = memopt.plan(graph, **config)
-        beside = measure(model, None, batch, steps)
+        beside = measure(model, None, batch, steps, warm_up=1)
         row = measure(model, plan, batch, steps)
         totals = account(plan)
         row["predicted_copied_bytes"] = totals.swap_bytes
