@@ -125,53 +125,6 @@ class Seen:
                 yield Entry(t.storage, t.storage_bytes, t.owner, t), n in self.recipe_saves
 
 
-def is_recipe(self, storage: int, at: int) -> bool:
-        """Tell whether a storage, met at a place in the sequence of saves, is made again by a part of the same layer."""
-        return any(at in saves and storage in made for saves, made in self.scopes)
-
-    def calls(self) -> Iterator[tuple[ModuleCall, list[Entry]]]:
-        """Yield the calls of offloaded modules in forward order, each with what it sees."""
-        ends: dict[str, int] = {}
-        for call in sorted(self.graph.calls, key=lambda call: (call.first_save, call.index)):
-            if call.fqn in self.decided and call.first_save >= ends.get(call.fqn, 0):
-                ends[call.fqn] = call.end_save
-                yield call, self.entries(call, self.decided[call.fqn])
-
-    def entries(self, call: ModuleCall, regions: tuple[str, ...] = ()) -> list[Entry]:
-        """Return what a call sees, recipes left out; regions of modules are told apart as far as they are given."""
-        seen = list(self._seen_in(call))
-        claimed = [region.removeprefix(MODULE) for region in regions if region.startswith(MODULE)]
-        paths = {owner: path_in(self.graph, call.fqn, owner) for owner in {one.owner for one, _ in seen}}
-        saves = [Save(paths[one.owner], one.tensor.node if one.tensor else "") for one, _ in seen]
-        labels = regions_in(saves, claimed)
-        fused = FUSED_GROUP_MLP in regions
-        return [
-            one._replace(group=RegionKey(call.fqn, FUSED_GROUP_MLP if fused and label in FUSED_PARTS else label))
-            for (one, recipe), label in zip(seen, labels, strict=True)
-            if not recipe
-        ]
-
-    def _seen_in(self, call: ModuleCall) -> Iterator[tuple[Entry, bool]]:
-        """Yield what a call sees, its group unknown, and whether it is a recipe: these have a place in the order."""
-        recipes = [recipe for recipe in self.recipes if _is_inside(recipe, range(call.first_save, call.end_save))]
-        for n in range(call.first_save, call.end_save + 1):
-            while recipes and recipes[0].end_save == n:
-                recipe = recipes.pop(0)
-                for storage, size in recipe.inputs:
-                    yield Entry(storage, size, recipe.fqn, None), self.is_recipe(storage, recipe.first_save)
-            if n < call.end_save and n not in self.hidden:
-                t = self.graph.saved[n]
-                yield Entry(t.storage, t.storage_bytes, t.owner, t), n in self.recipe_saves
-
-
-def region_layers(graph: ModuleGraph) -> tuple[str, ...]:
-    """Return the layers of a model, none where it has none."""
-    try:
-        return tuple(layer for container in layer_containers(graph) for layer in container.layers)
-    except NoLayerContainerError:
-        return ()
-
-
 def is_recipe(key: RegionKey, route: str) -> bool:
     """Tell whether the output of what is recomputed is not kept either."""
     return bool(key.region) or route == RECIPE

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from memopt.errors import IncompatibleError, NothingOfThatKindError
-from memopt.ir import RECIPE, RECOMPUTABLE, Action, Decision, Plan, RegionKey, recomputable, recompute_names
+from memopt.ir import OFFLOAD, RECIPE, RECOMPUTABLE, Action, Decision, Plan, RegionKey, recomputable, recompute_names
 from memopt.passes.base import Pass
 
 _WHY = {
@@ -55,7 +55,7 @@ class RecomputeParts(Pass):
         for decision in earlier:
             if decision.by in _EXCLUDED:
                 raise IncompatibleError(f"{self.name} {_EXCLUDED[decision.by]} (both decide on {str(key)!r})")
-        hand = [d for d in earlier if d.by != self.name and not d.policy == "offload"]
+        hand = [d for d in earlier if d.by != self.name and d.policy != OFFLOAD]
         if plan.decisions.get(key) == wanted:
             return False
         if any(decision.by == self.name and key_ == key for key_, decision in plan.decisions.items()):
