@@ -166,7 +166,7 @@ def _replays(totals: PlanAccount, stats: "Stats") -> dict[str, Any]:
         "checkpointed_calls": stats.checkpointed_calls,
         "replayed_calls": stats.replayed_calls,
         "kept_results_bytes": stats.kept_results_bytes,
-        "predicted_calls": sum(one.num_calls for one in (*recomputed, *recipes)),
+        "predicted_calls": sum(one.num_calls for one in recomputed) + sum(one.num_calls for one in recipes),
         "predicted_kept_results_bytes": totals.result_bytes,
     }
     return {"replays": counters} if recomputed or recipes else {}

@@ -8,7 +8,8 @@ from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 
-from memopt.ir import Action, GroupAccount, LayerShare, OffloadAccount, PlanAccount, RecipeAccount
+from memopt.ir import Action, GroupAccount, LayerShare, OffloadAccount, PlanAccount, RecipeAccount, group_name
+from memopt.ir.offload_rules import MARGIN
 from memopt.report.folding import folded_name, split_number
 from memopt.report.recompute import repeated_text
 from memopt.units import count_noun, format_bytes, format_flops, mib_text
@@ -46,9 +47,7 @@ def region_rows(groups: Iterable[GroupAccount]) -> tuple[RegionRow, ...]:
     """Add up groups by region, in forward order."""
     rows: dict[str, RegionRow] = {}
     for group in groups:
-        name = group.key.region or group.key.fqn
-        if name.startswith("module:"):
-            name = group.why.removeprefix("matches ")
+        name = group_name(group.key.fqn, group.key.region)
         row = rows.setdefault(name, RegionRow(name))
         row.num_groups += 1
         row.num_offloaded += group.action is Action.SWAP
@@ -86,7 +85,8 @@ def offload_subject(totals: PlanAccount) -> str:
 def why_nothing(account: OffloadAccount) -> str:
     """Return for what reason most of the groups' bytes stay."""
     kept = [item for row in region_rows(account.groups) for item in row.kept.items()]
-    return max(kept, key=lambda item: item[1])[0] if kept else "nothing is saved in these groups"
+    reason = max(kept, key=lambda item: item[1])[0] if kept else "nothing is saved in these groups"
+    return f"all that could be is {MARGIN}, and margin: 0 offloads it" if reason == MARGIN else reason
 
 
 def offload_sums(totals: PlanAccount, account: OffloadAccount) -> Iterator[tuple[str, str, str]]:
@@ -124,7 +124,7 @@ def offload_tables(account: OffloadAccount) -> Iterator[tuple[str, RenderableTyp
 
 
 def _region_table(rows: Iterable[RegionRow], account: OffloadAccount) -> Table:
-    table = _table("region", "groups", "tensors", "MiB offloaded", "duplicates avoided", "MiB kept", "why", last="left")
+    table = _table("region", "groups", "tensors", "MiB offloaded", "duplicates", "MiB kept", "why", last="left")
     for row in rows:
         kept = sorted(row.kept.items(), key=lambda item: (-item[1], item[0])) or [("", 0)]
         for number, (reason, size) in enumerate(kept):
