@@ -107,6 +107,26 @@ class Gated(nn.Module):
         return self._apply_gate(self.up(x))
 
 
+class Wasteful(nn.Module):
+    """Saves something whose graph is dropped before the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Gated()
+
+    def forward(self, x):
+        self.experts.up(x).exp()
+        return self.experts(x).exp()
+
+
+def test_the_saves_of_a_part_are_counted_without_those_that_were_dropped():
+    graph = memopt.analyze(Wasteful(), torch.randn(2, 4))
+    (part,) = graph.parts
+    assert [tensor.op for tensor in graph.saved[part.first_save : part.end_save]] == ["Sigmoid", "Mul", "Mul"]
+    assert graph.calls[part.call].fqn == "experts"
+    assert part.outputs == graph.calls_of("experts")[-1].outputs
+
+
 def test_nothing_is_left_on_the_module():
     module = Gated()
     before = dict(vars(module))
