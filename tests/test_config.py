@@ -265,7 +265,8 @@ def test_recompute_comes_before_the_offload_that_depends_on_it():
         ),
         (
             offload("module:"),
-            "activation_offload.modules='module:' is not legal; legal: module:PATTERN, for example module:model.layers.*.mlp",
+            "activation_offload.modules='module:' is not legal; legal: module:PATTERN, "
+            "for example module:model.layers.*.mlp",
         ),
         (
             {"activation_offload": {"modules": [3]}},
@@ -277,8 +278,8 @@ def test_recompute_comes_before_the_offload_that_depends_on_it():
         ),
         (
             {"activation_offload": {"module": "core_attn"}},
-            "no key of activation_offload is called 'module'; did you mean 'modules'? legal: fraction, margin, max_inflight, "
-            "min_tensor_elements, modules, pp_rank_delta_bytes",
+            "no key of activation_offload is called 'module'; did you mean 'modules'? "
+            "legal: fraction, margin, max_inflight, min_tensor_elements, modules, pp_rank_delta_bytes",
         ),
         (
             offload("attn_proj", "qkv_linear"),

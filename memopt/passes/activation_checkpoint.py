@@ -30,6 +30,7 @@ from memopt.ir import (
 )
 from memopt.passes.attention_swap import AttentionSwap
 from memopt.passes.base import Pass
+from memopt.passes.recompute_parts import RecomputeParts
 
 MODES = ("full", "selective", "attention-only")
 _WHY_WHOLE = {
@@ -144,7 +145,7 @@ def _is_free(plan: Plan, fqn: str, wanted: Decision) -> bool:
         raise IncompatibleError(
             f"{wanted.by} was run before with other options, and decided otherwise on {fqn!r}; give it once"
         )
-    if any(decision.policy == OFFLOAD or decision.by == "recompute-parts" for decision in earlier):
+    if any(decision.policy == OFFLOAD or decision.by == RecomputeParts.name for decision in earlier):
         raise IncompatibleError(OFFLOAD_AND_CHECKPOINT)
     if any(decision.action is Action.SWAP or decision.by == AttentionSwap.name for decision in earlier):
         raise IncompatibleError(SWAP_AND_CHECKPOINT)

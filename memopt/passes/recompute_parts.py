@@ -23,7 +23,7 @@ class RecomputeParts(Pass):
 
     name: ClassVar[str] = "recompute-parts"
 
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ("layernorm",)
     """``layernorm``, ``moe_act``, ``mlp_act``: light; ``mlp``, ``moe``, ``shared_expert``: whole modules."""
 
     def __post_init__(self) -> None:
