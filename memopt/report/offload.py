@@ -103,7 +103,8 @@ def offload_sums(totals: PlanAccount, account: OffloadAccount) -> Iterator[tuple
     yield "", "", ""
     swapped = sum(bool(group.moved_bytes) for group in account.groups)
     copied = f"{count_noun(totals.num_tensors, 'tensor')} of {count_noun(swapped, 'group')}"
-    yield "copied out and back a step", format_bytes(totals.swap_bytes), copied
+    if account.groups:
+        yield "copied out and back a step", format_bytes(totals.swap_bytes), copied
     if account.duplicate_bytes:
         yield "duplicates avoided", format_bytes(account.duplicate_bytes), "saved again, and copied once"
     if totals.replay_bytes:

@@ -88,3 +88,9 @@ def test_the_chain_names_what_is_copied():
     plan_of(decisions, prefetch_chain=(LAYER,)).verify()
     with pytest.raises(InvalidPlanError, match="which is recomputed: nothing of it is copied"):
         plan_of(decisions, prefetch_chain=(f"{LAYER}.input_layernorm",)).verify()
+
+
+def test_settings_are_checked():
+    for options in ({"fraction": 2}, {"margin": -1}, {"min_tensor_elements": True}, {"max_inflight": -1}):
+        with pytest.raises(InvalidPlanError, match="settings of offload: "):
+            plan_of({(LAYER, "core_attn"): SWAP}, offload=Offload(**options)).verify()
