@@ -91,8 +91,8 @@ class FineGrainedOffload(Pass):
             raise IncompatibleError(
                 f"{self.name} was run before with other options, and decided otherwise; give it once"
             )
-        for name in found.missing:
-            plan = plan.note(f"activation_offload: no layer of the model saves anything in {name}")
+        if found.missing:
+            plan = plan.note(f"activation_offload: no layer of the model saves anything in {', '.join(found.missing)}")
         return replace(plan, offload=self.settings).decide(wanted)
 
     def _stay(self, plan: Plan, swaps: Mapping[RegionKey, Decision]) -> dict[RegionKey, Decision]:

@@ -40,8 +40,8 @@ class RecomputeParts(Pass):
             has = [name for name in RECOMPUTABLE if recomputable(plan.graph, name)]
             raise NothingOfThatKindError("recompute", plan.graph.model.class_name, self.modules, has)
         wanted = {key: self._decision(name, route) for name, keys in found.items() for key, route in keys.items()}
-        for name in (name for name, keys in found.items() if not keys):
-            plan = plan.note(f"recompute: the model has no {name} that saves anything")
+        if missing := [name for name, keys in found.items() if not keys]:
+            plan = plan.note(f"recompute: the model has no {' or '.join(missing)} that saves anything")
         return plan.decide({key: decision for key, decision in wanted.items() if self._is_free(plan, key, decision)})
 
     def _decision(self, name: str, route: str) -> Decision:
