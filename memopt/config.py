@@ -184,10 +184,11 @@ def _unquoted(key: str, value: Any) -> Any:
 
 
 def _refuse_repeated_key(node: Any, path: str | Path) -> None:
-    """Raise UnreadableFileError for a key that a YAML text gives twice: YAML would take the last in silence."""
+    """Raise UnreadableFileError for a key that a YAML text gives twice in one place: YAML would take the last in silence."""
     pairs = node.value if getattr(node, "id", None) == "mapping" else ()
     seen: set[str] = set()
-    for key, _ in pairs:
+    for key, value in pairs:
+        _refuse_repeated_key(value, path)
         name = str(key.value)
         if name in seen:
             raise UnreadableFileError("config", path, f"line {key.start_mark.line + 1}: key {name!r} is given twice")

@@ -77,6 +77,17 @@ SWAP_AND_CHECKPOINT = "activation_swap='attention' is incompatible with activati
 """What an IncompatibleError says of them, whether the configuration asks for both or the passes do."""
 
 
+OFFLOAD_AND_SWAP = (
+    "attention-swap is incompatible with fine-grained-offload and recompute-parts; drop it, and offload core_attn and "
+    "attn_proj instead"
+)
+OFFLOAD_AND_CHECKPOINT = (
+    "activation-checkpoint, which recomputes whole layers, is incompatible with fine-grained-offload and recompute-parts; "
+    "drop one of them"
+)
+"""What an IncompatibleError says where passes ask for both."""
+
+
 CHECKPOINT_TWICE = (
     "activation_checkpoint is incompatible with transformers' own gradient checkpointing; "
     "call model.gradient_checkpointing_disable() first, or leave gradient_checkpointing out of the TrainingArguments"

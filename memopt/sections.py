@@ -1,6 +1,6 @@
 """The sections of a configuration: keys that belong together, as a mapping in YAML and in keywords."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, TypeVar
 
@@ -63,13 +63,15 @@ def section_of(key: str, cls: type[Section], value: Any) -> Section | None:
         return value
     if not isinstance(value, Mapping):
         raise IllegalValueError(key, value, f"a mapping, for example {{modules: [{_EXAMPLES[key]}]}}")
+    make: Callable[..., Section] = cls
     defaults = {field.name: field.default for field in fields(cls)}
     for name in value:
         if name not in defaults:
             raise UnknownNameError(f"key of {key}", str(name), defaults)
     given = {name: defaults[name] if one is None else one for name, one in value.items()}
-    modules = given.pop("modules", MISSING)
-    return cls(modules=() if modules is MISSING else modules, **given)
+    if given.get("modules", MISSING) is MISSING:
+        given["modules"] = ()  # which is an error that names the legal ones
+    return make(**given)
 
 
 _EXAMPLES = {"activation_offload": "core_attn, attn_proj", "recompute": "layernorm"}

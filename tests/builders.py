@@ -12,6 +12,7 @@ from memopt.ir import (
     ModuleCall,
     ModuleGraph,
     ModuleNode,
+    PartCall,
     Plan,
     SavedTensor,
     TraceInput,
@@ -54,6 +55,19 @@ class Function:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Part:
+    """One call of a part that is a method; it saves what is saved from `first` before `end`."""
+
+    owner: str
+    first: int
+    end: int
+    inputs: dict[str, int]
+    """Bytes by the name of the storage."""
+    outputs: dict[str, int]
+    region: str = "moe_act"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Build:
     """What else a graph says."""
 
@@ -67,6 +81,8 @@ class Build:
     """Modules whose one parameter needs no grad."""
     inputs: dict[str, dict[str, int]] = field(default_factory=dict)
     """By FQN: bytes by the name of the storage."""
+    outputs: dict[str, dict[str, int]] = field(default_factory=dict)
+    parts: tuple[Part, ...] = ()
     flops: dict[str, int] = field(default_factory=dict)
     functions: tuple[Function, ...] = ()
     native_checkpointing: bool = False
@@ -113,6 +129,7 @@ def graph_of(*saves, build=None):
         flows=(),
         held=frozenset(storages[name] for name in build.held),
         functions=tuple(_function(function, number[function.owner], storages) for function in build.functions),
+        parts=tuple(_part(part, number[part.owner], storages) for part in build.parts),
         notes=build.notes,
     )
 
@@ -237,6 +254,51 @@ def _layer_functions(layer):
     ]
 
 
+def moe_layers(num_layers, **options):
+    """Return what decoder layers of a MoE model save, in outline, and what else a graph says of them."""
+    saves = [save for layer in range(num_layers) for save in _moe_layer(layer)]
+    layers = [f"model.layers.{layer}" for layer in range(num_layers)]
+    inputs = {f"{fqn}.input_layernorm": {f"{fqn} entry": 4 * MIB} for fqn in layers}
+    outputs = {f"{fqn}.input_layernorm": {f"{fqn} normed": 4 * MIB} for fqn in layers}
+    parts = [
+        Part(
+            owner=f"{fqn}.mlp.experts",
+            first=11 * layer + 8,
+            end=11 * layer + 10,
+            inputs={f"{fqn} gate_up": 16 * MIB},
+            outputs={f"{fqn} activated": 8 * MIB},
+        )
+        for layer, fqn in enumerate(layers)
+    ]
+    facts = {
+        "classes": {"layers": "ModuleList", "self_attn": "Attention", "experts": "Experts"},
+        "inputs": inputs,
+        "outputs": outputs,
+        "parts": tuple(parts),
+    }
+    return saves, Build(**(facts | options))
+
+
+def _moe_layer(layer):
+    """Return eleven saves: of a norm, of attention, and of a block of experts whose activation is a method."""
+    block = f"model.layers.{layer}"
+    attn, experts = f"{block}.self_attn", f"{block}.mlp.experts"
+    attention = {"owner": attn, "node": "ScaledDotProductFlashAttentionBackward0"}
+    return [
+        mib_save(f"{block}.input_layernorm", 8, node="PowBackward0"),
+        mib_save(f"{attn}.q_proj", 4, storage=f"{block} normed"),
+        mib_save(f"{attn}.k_proj", 4, storage=f"{block} normed"),
+        mib_save(num_mib=4, field="query", **attention),
+        mib_save(num_mib=4, field="output", storage=f"{block} mixed", **attention),
+        mib_save(f"{attn}.o_proj", 4, storage=f"{block} mixed"),
+        mib_save(f"{attn}.o_proj", 16, kind=Kind.PARAMETER, field="mat2"),
+        mib_save(experts, 8, node="GroupedMmBackward0"),
+        mib_save(experts, 16, node="SiluBackward0", storage=f"{block} gate_up"),
+        mib_save(experts, 8, node="MulBackward0"),
+        mib_save(experts, 8, node="GroupedMmBackward0", storage=f"{block} activated"),
+    ]
+
+
 QWEN = Build(
     name="qwen3-30b-a3b",
     dtype="bfloat16",
@@ -311,11 +373,30 @@ def _calls(fqns, saved, build, storages):
         inside = [tensor.index for tensor in saved if _within(tensor.owner, fqn)]
         parent = fqns.index(fqn.rpartition(".")[0]) if fqn else None
         first, end = (min(inside), max(inside) + 1) if inside else (0, 0)
-        inputs, flops = _numbered(build.inputs.get(fqn, {}), storages), build.flops.get(fqn, 0)
         calls.append(
-            ModuleCall(index=index, fqn=fqn, parent=parent, first_save=first, end_save=end, inputs=inputs, flops=flops)
+            ModuleCall(
+                index=index,
+                fqn=fqn,
+                parent=parent,
+                first_save=first,
+                end_save=end,
+                inputs=_numbered(build.inputs.get(fqn, {}), storages),
+                outputs=_numbered(build.outputs.get(fqn, {}), storages),
+                flops=build.flops.get(fqn, 0),
+            )
         )
     return tuple(calls)
+
+
+def _part(part, call, storages):
+    return PartCall(
+        region=part.region,
+        call=call,
+        first_save=part.first,
+        end_save=part.end,
+        inputs=_numbered(part.inputs, storages),
+        outputs=_numbered(part.outputs, storages),
+    )
 
 
 def _function(function, call, storages):

@@ -14,6 +14,7 @@ from memopt.errors import (
     IllegalValueError,
     IncompatibleError,
     MemoptError,
+    RequestError,
     UnknownNameError,
     UnreadableFileError,
 )
@@ -188,3 +189,210 @@ def test_checkpointing_excludes_other_frameworks():
 
 def test_every_error_is_a_value_error():
     assert issubclass(MemoptError, ValueError)
+
+
+REGION_NAMES = (
+    "attn_norm, qkv_linear, qk_norm, core_attn, attn_proj, mlp_norm, mlp_fc1, mlp_act, mlp_fc2, router, expert_fc1, "
+    "moe_act, moe_fc2, shared_expert, fused_group_mlp, module:PATTERN"
+)
+RECOMPUTE_NAMES = "layernorm, moe_act, mlp_act, mlp, moe, shared_expert"
+
+
+def offload(*modules, **options):
+    return {"activation_offload": {"modules": list(modules), **options}}
+
+
+def recompute(*modules):
+    return {"recompute": {"modules": list(modules)}}
+
+
+@pytest.mark.parametrize(
+    ("text", "asked"),
+    [
+        ("activation_offload: {modules: [core_attn]}", "fine-grained-offload:modules=core_attn"),
+        ("activation_offload:\n  modules: core_attn, attn_proj", "fine-grained-offload:modules=core_attn+attn_proj"),
+        ("activation_offload: {modules: [core_attn, core_attn]}", "fine-grained-offload:modules=core_attn"),
+        (
+            "activation_offload: {modules: ['module:model.layers.*'], max_inflight: null, margin: null}",
+            "fine-grained-offload:modules=module:model.layers.*",
+        ),
+        (
+            "pp_size: 4\npp_rank: 2\nactivation_offload: {modules: [core_attn], fraction: 0.5, max_inflight: 0, "
+            "pp_rank_delta_bytes: 5, margin: 0, min_tensor_elements: 7}",
+            "fine-grained-offload:modules=core_attn:min_tensor_elements=7:fraction=0.5:max_inflight=0:"
+            "pp_rank_delta_bytes=5:margin=0:pp_rank=2",
+        ),
+    ],
+)
+def test_offload_asks_for_a_pass_and_the_chain(tmp_path, text, asked):
+    config = loaded(tmp_path, text + "\n")
+    assert passes_for(config) == (asked, "prefetch-chain")
+    made = make_pass(asked)
+    assert made.modules == config.activation_offload.modules
+    assert {key: getattr(made, key) for key in ("fraction", "margin", "max_inflight")} == {
+        key: getattr(config.activation_offload, key) for key in ("fraction", "margin", "max_inflight")
+    }
+
+
+def test_recompute_comes_before_the_offload_that_depends_on_it():
+    config = Config(**offload("core_attn"), **recompute("layernorm", "moe_act"))
+    assert passes_for(config) == (
+        "recompute-parts:modules=layernorm+moe_act",
+        "fine-grained-offload:modules=core_attn",
+        "prefetch-chain",
+    )
+    assert passes_for(Config(**recompute("mlp"))) == ("recompute-parts:modules=mlp",)
+    assert passes_for(parse_config({"activation_offload": None, "recompute": None})) == ()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"activation_offload": {}},
+            f"activation_offload.modules=() is not legal; legal: one or more of {REGION_NAMES}; "
+            "to switch it off leave the section out",
+        ),
+        (
+            offload(" ", ""),
+            f"activation_offload.modules=[' ', ''] is not legal; legal: one or more of {REGION_NAMES}; "
+            "to switch it off leave the section out",
+        ),
+        (
+            offload("cor_attn", "attention", "core_attn", "zzz"),
+            "activation_offload.modules does not know 'cor_attn', 'attention', 'zzz'; "
+            f"did you mean 'core_attn' and 'attn_proj'? legal: {REGION_NAMES}",
+        ),
+        (
+            offload("module:"),
+            "activation_offload.modules='module:' is not legal; legal: module:PATTERN, "
+            "for example module:model.layers.*.mlp",
+        ),
+        (
+            {"activation_offload": {"modules": [3]}},
+            f"activation_offload.modules=[3] is not legal; legal: a list of {REGION_NAMES}",
+        ),
+        (
+            {"activation_offload": "core_attn"},
+            "activation_offload='core_attn' is not legal; legal: a mapping, for example {modules: [core_attn, attn_proj]}",
+        ),
+        (
+            {"activation_offload": {"module": "core_attn"}},
+            "no key of activation_offload is called 'module'; did you mean 'modules'? "
+            "legal: fraction, margin, max_inflight, min_tensor_elements, modules, pp_rank_delta_bytes",
+        ),
+        (
+            offload("attn_proj", "qkv_linear"),
+            "activation_offload.modules: attn_proj needs core_attn, which holds the same storage for backward; "
+            "add core_attn or drop attn_proj",
+        ),
+        (
+            offload("fused_group_mlp", "moe_fc2", "expert_fc1"),
+            "activation_offload.modules: fused_group_mlp is the whole block of experts, expert_fc1 and moe_fc2 included; "
+            "drop one or the other",
+        ),
+        *(
+            (
+                offload("core_attn", fraction=value),
+                f"activation_offload.fraction={value!r} is not legal; legal: a number from 0 to 1",
+            )
+            for value in (-0.1, 1.01, 2, True, "half", float("nan"), [1])
+        ),
+        *(
+            (
+                offload("core_attn", **{key: value}),
+                f"activation_offload.{key}={value!r} is not legal; legal: a whole number from 0",
+            )
+            for key in ("min_tensor_elements", "pp_rank_delta_bytes")
+            for value in (-1, 1.0, True, "1")
+        ),
+        *(
+            (
+                offload("core_attn", margin=value),
+                f"activation_offload.margin={value!r} is not legal; legal: auto, or a whole number of bytes from 0",
+            )
+            for value in ("none", -1, 0.5, True)
+        ),
+        *(
+            (
+                offload("core_attn", max_inflight=value),
+                f"activation_offload.max_inflight={value!r} is not legal; "
+                "legal: null for no limit, or a whole number of groups from 0",
+            )
+            for value in (-1, 1.5, False)
+        ),
+        (
+            {"recompute": {"modules": []}},
+            f"recompute.modules=[] is not legal; legal: one or more of {RECOMPUTE_NAMES}; "
+            "to switch it off leave the section out",
+        ),
+        (
+            recompute("layer_norm", "attention"),
+            "recompute.modules does not know 'layer_norm', 'attention'; did you mean 'layernorm'? "
+            f"legal: {RECOMPUTE_NAMES}",
+        ),
+        (
+            recompute("moe", "moe_act"),
+            "recompute.modules: moe is recomputed as a whole, moe_act included; drop one or the other",
+        ),
+        ({"pp_size": 2, "pp_rank": 2}, "pp_rank=2 is not legal; legal: 0..1, which pp_size=2 sets"),
+        ({"pp_rank": -1}, "pp_rank=-1 is not legal; legal: 0..0, which pp_size=1 sets"),
+        ({"pp_rank": True}, "pp_rank=True is not legal; legal: a whole number"),
+    ],
+)
+@pytest.mark.parametrize("make", [parse_config, lambda options: Config(**options)])
+def test_what_offload_and_recompute_refuse(make, options, message):
+    with pytest.raises(RequestError) as error:
+        make(options)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            offload("core_attn") | {"activation_checkpoint": "full"},
+            "activation_offload is incompatible with activation_checkpoint='full', which recomputes whole layers; "
+            "drop one of the two",
+        ),
+        (
+            recompute("layernorm") | {"activation_checkpoint": "selective"},
+            "recompute is incompatible with activation_checkpoint='selective', which recomputes whole layers; "
+            "drop one of the two",
+        ),
+        (
+            offload("core_attn") | {"activation_swap": "attention"},
+            "activation_offload is incompatible with activation_swap='attention'; drop it, and name core_attn and "
+            "attn_proj in activation_offload instead",
+        ),
+        (
+            recompute("layernorm") | {"enable_compile": True},
+            "recompute is incompatible with torch.compile; set enable_compile to false",
+        ),
+        (
+            offload("core_attn") | {"backend": "mindspore"},
+            "activation_offload supports only the PyTorch backend (backend='torch'), not 'mindspore'",
+        ),
+        (
+            offload("core_attn", "router", "expert_fc1") | recompute("moe"),
+            "recompute of moe leaves nothing saved to offload in router and expert_fc1; drop one or the other",
+        ),
+        (
+            offload("mlp_fc2") | recompute("mlp"),
+            "recompute of mlp leaves nothing saved to offload in mlp_fc2; drop one or the other",
+        ),
+    ],
+)
+def test_what_offload_and_recompute_exclude(options, message):
+    with pytest.raises(IncompatibleError) as error:
+        passes_for(parse_config(options))
+    assert str(error.value) == message
+
+
+def test_offload_runs_under_pipeline_parallelism():
+    assert passes_for(Config(**offload("core_attn"), pp_size=4, pp_rank=3))[0].endswith(":pp_rank=3")
+
+
+def test_a_key_of_a_section_given_twice_is_named(tmp_path):
+    with pytest.raises(UnreadableFileError, match=r"line 3: key 'modules' is given twice"):
+        loaded(tmp_path, "activation_offload:\n  modules: [core_attn]\n  modules: [router]\n")

@@ -35,6 +35,8 @@ def analyze(
     config: options.ConfigFile = None,
     swap: options.Swap = None,
     checkpoint: options.Checkpoint = None,
+    offload: options.OffloadList = None,
+    recompute: options.RecomputeList = None,
     passes: options.Passes = None,
     batch_size: options.BatchSize = None,
     seq_length: options.SeqLength = None,
@@ -57,7 +59,7 @@ def analyze(
     """Trace one training step of a model, without weights or GPU, and show what a plan does for its memory."""
     if output and save_plan and output.resolve() == save_plan.resolve():
         raise RequestError(f"--output and --save-plan both name {str(output)!r}; give each its own file")
-    flags = Flags(config=config, swap=swap, checkpoint=checkpoint)
+    flags = Flags(config=config, swap=swap, checkpoint=checkpoint, offload=offload, recompute=recompute)
     if list_regions:
         _check_alone(flags, passes=passes, save_plan=save_plan)
     pipeline = make_passes(passes, flags)

@@ -32,6 +32,8 @@ def apply(
     plan: Annotated[Path | None, Parameter(help="A plan that memopt-analyze --save-plan wrote.")] = None,
     swap: options.Swap = None,
     checkpoint: options.Checkpoint = None,
+    offload: options.OffloadList = None,
+    recompute: options.RecomputeList = None,
     passes: options.Passes = None,
     steps: Annotated[int, Parameter(help="Training steps of each run.", validator=options.COUNT)] = 3,
     batch_size: options.BatchSize = None,
@@ -53,11 +55,12 @@ def apply(
 ) -> None:
     """Train a few steps with a plan and without it, from the same weights on the same batches, and compare.
 
-    Give one of --config, --plan, --passes, --swap and --checkpoint. Batches are random tokens. Losses and gradients must be
-    equal bit for bit; where the kernels of an accelerator are not deterministic, as near as the run without the plan is
-    to itself.
+    Give one of --config, --plan, --passes, --swap and --checkpoint, or --offload and --recompute. Batches are random
+    tokens. Losses and gradients must be equal bit for bit; where the kernels of an accelerator are not deterministic, as
+    near as the run without the plan is to itself.
     """
-    asked = PlanRequest.of(Flags(config=config, swap=swap, checkpoint=checkpoint), plan=plan, passes=passes)
+    flags = Flags(config=config, swap=swap, checkpoint=checkpoint, offload=offload, recompute=recompute)
+    asked = PlanRequest.of(flags, plan=plan, passes=passes)
     request = InputRequest(
         batch_size=batch_size,
         seq_length=seq_length,

@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
+from memopt.ir.regions import REGIONS
+
 
 @dataclass(frozen=True)
 class Whole:
@@ -33,7 +35,10 @@ Model = Annotated[
 ]
 ConfigFile = Annotated[
     Path | None,
-    Parameter(name="--config", help="A YAML file with activation_swap, activation_checkpoint and further keys."),
+    Parameter(
+        name="--config",
+        help="A YAML file with activation_swap, activation_offload, recompute, activation_checkpoint and further keys.",
+    ),
 ]
 Swap = Annotated[
     Literal["none", "attention"] | None,
@@ -47,11 +52,31 @@ Checkpoint = Annotated[
         "less computation). It outranks the file's activation_checkpoint, and excludes --swap attention."
     ),
 ]
+OffloadList = Annotated[
+    str | None,
+    Parameter(
+        name="--offload",
+        help="Parts of every layer to move to pinned host memory, with commas between: "
+        + ", ".join(REGIONS)
+        + "; fused_group_mlp (expert_fc1, moe_act and moe_fc2 as one); module:PATTERN, all that modules save whose "
+        "names match (* crosses dots). attn_proj needs core_attn. It outranks the file's activation_offload.modules.",
+    ),
+]
+RecomputeList = Annotated[
+    str | None,
+    Parameter(
+        name="--recompute",
+        help="Parts of every layer to compute a second time in backward, with commas between: layernorm, moe_act, "
+        "mlp_act, whose outputs are not kept either; mlp, moe, shared_expert as whole modules. It outranks the file's "
+        "recompute.modules, and goes together with --offload.",
+    ),
+]
 Passes = Annotated[
     str | None,
     Parameter(
-        help="Passes to run, each with its options, instead of --config, --swap and --checkpoint: "
-        "attention-swap,prefetch-chain or activation-checkpoint:mode=full:compiles=true."
+        help="Passes to run, each with its options, instead of --config, --swap, --checkpoint, --offload and --recompute: "
+        "attention-swap,prefetch-chain or activation-checkpoint:mode=full:compiles=true or "
+        "fine-grained-offload:modules=core_attn+attn_proj:fraction=0.5,prefetch-chain."
     ),
 ]
 BatchSize = Annotated[

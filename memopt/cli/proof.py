@@ -130,7 +130,8 @@ def _contradictions(trial: Trial, totals: PlanAccount, stats: "Stats") -> list[s
 
 
 def _does_nothing(totals: PlanAccount) -> bool:
-    return not totals.swap_bytes and not any(target.recompute for target in totals.targets)
+    recipes = totals.offload.recipes if totals.offload else ()
+    return not totals.swap_bytes and not recipes and not any(target.recompute for target in totals.targets)
 
 
 def _copies(trial: Trial, totals: PlanAccount, stats: "Stats") -> Copies:
@@ -160,14 +161,15 @@ def _counters(stats: "Stats") -> dict[str, Any]:
 def _replays(totals: PlanAccount, stats: "Stats") -> dict[str, Any]:
     """Return the counters of what was recomputed beside what the plan foretells for a step; nothing for other plans."""
     recomputed = [target.recompute for target in totals.targets if target.recompute]
+    recipes = totals.offload.recipes if totals.offload else ()
     counters = {
         "checkpointed_calls": stats.checkpointed_calls,
         "replayed_calls": stats.replayed_calls,
         "kept_results_bytes": stats.kept_results_bytes,
-        "predicted_calls": sum(one.num_calls for one in recomputed),
+        "predicted_calls": sum(one.num_calls for one in recomputed) + sum(one.num_calls for one in recipes),
         "predicted_kept_results_bytes": totals.result_bytes,
     }
-    return {"replays": counters} if recomputed else {}
+    return {"replays": counters} if recomputed or recipes else {}
 
 
 def _costs(baseline: Run | None, planned: Run) -> dict[str, Any]:

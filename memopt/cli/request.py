@@ -1,8 +1,8 @@
 """What the flags ask for: a configuration, passes, an input."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from memopt.config import Config, load_config, passes_for
 from memopt.errors import IllegalValueError, RequestError
@@ -41,14 +41,16 @@ class Flags:
     config: Path | None = None
     swap: Literal["none", "attention"] | None = None
     checkpoint: Literal["off", "full", "selective"] | None = None
+    offload: str | None = None
+    recompute: str | None = None
 
     def __bool__(self) -> bool:
         return bool(self.given())
 
     def given(self) -> tuple[str, ...]:
         """Return the flags as they were written."""
-        values = (("--config", self.config), ("--swap", self.swap), ("--checkpoint", self.checkpoint))
-        return tuple(f"{flag} {value}" for flag, value in values if value)
+        values = ((f"--{field.name}", getattr(self, field.name)) for field in fields(self))
+        return tuple(f"{flag} {value}" for flag, value in values if value is not None)
 
     def chosen(self) -> Config:
         """Return the configuration of the file, outranked by the other flags."""
@@ -57,7 +59,16 @@ class Flags:
             config,
             activation_swap=self.swap or config.activation_swap,
             activation_checkpoint=self.checkpoint or config.activation_checkpoint,
+            activation_offload=_with_modules(config.activation_offload, self.offload),
+            recompute=_with_modules(config.recompute, self.recompute),
         )
+
+
+def _with_modules(section: Any, modules: str | None) -> Any:
+    """Return a section of the file, outranked by a flag that lists modules."""
+    if modules is None:
+        return section
+    return replace(section, modules=modules) if section else {"modules": modules}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,13 +84,14 @@ class PlanRequest:
         if plan is not None:
             if flags or passes is not None:
                 raise RequestError(
-                    "--plan holds all decisions; give it without --config, --swap, --checkpoint and --passes"
+                    "--plan holds all decisions; give it without --config, --swap, --checkpoint, --offload, --recompute "
+                    "and --passes"
                 )
             return cls(plan=load_plan(plan))
         if not flags and passes is None:
             raise RequestError(
-                "what to apply? give one of --config FILE, --plan PLAN.json, --passes LIST, --swap attention and "
-                "--checkpoint full"
+                "what to apply? give one of --config FILE, --plan PLAN.json, --passes LIST, --swap attention, "
+                "--offload core_attn, --recompute layernorm and --checkpoint full"
             )
         return cls(passes=make_passes(passes, flags))
 

@@ -69,7 +69,9 @@ def copy_faults(totals: PlanAccount, copies: Copies) -> list[str]:
     A group whose backward begins before its copy has left comes back without one, and so may the last of a step:
     that nothing came back is wrong only where more than one went out.
     """
+    groups = totals.offload.groups if totals.offload else ()
     num_swapping = sum(bool(target.swap_bytes) for target in totals.targets)
+    num_swapping += sum(bool(group.moved_bytes) for group in groups)
     if num_swapping and not copies.copied_out_bytes:
         return ["the plan swaps tensors, and nothing was copied out"]
     if num_swapping > 1 and not copies.copied_in_bytes:
@@ -83,6 +85,7 @@ def copy_faults(totals: PlanAccount, copies: Copies) -> list[str]:
 def replay_faults(totals: PlanAccount, replayed_calls: int) -> list[str]:
     """Return where the counters contradict what the plan recomputes."""
     regions = sum(bool(target.recompute and target.recompute.num_calls) for target in totals.targets)
+    regions += len(totals.offload.recipes) if totals.offload else 0
     if regions and not replayed_calls:
         return [f"the plan recomputes {count_noun(regions, 'region')}, and nothing was replayed"]
     return []

@@ -29,7 +29,7 @@ from memopt.ir.offload_request import (
     offload_names,
     recompute_names,
 )
-from memopt.ir.offload_rules import kept_groups
+from memopt.ir.offload_rules import group_name, kept_groups
 from memopt.ir.offload_search import Found, find_groups
 from memopt.ir.op_policy import OP_POLICIES, Family, OpPolicy
 from memopt.ir.plan import COMPILE, OFFLOAD, RECIPE, ROUTES, Action, Decision, Plan, RegionKey
@@ -96,6 +96,7 @@ __all__ = [
     "check_margin",
     "check_together",
     "find_groups",
+    "group_name",
     "keep_reason",
     "kept_groups",
     "layer_containers",

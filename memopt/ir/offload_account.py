@@ -32,6 +32,7 @@ class OffloadSums:
         graph = self._plan.graph
         stays = self._stays(left, needed)
         sizes = {t.storage: t.storage_bytes for t in graph.saved if _counts(t)}
+        moved = {graph.saved[n].storage for n in self.fates.moved_saves}
         groups = tuple(self._group(fate) for fate in self._fates_in_order())
         recipes = tuple(self._recipe(key, calls) for key, calls in _by_key(self._seen.recipes).items())
         return OffloadAccount(
@@ -48,6 +49,7 @@ class OffloadSums:
             repeated_flops=sum(recipe.flops for recipe in recipes),
             saved_bytes=sum(sizes.values()),
             freed_bytes=sum(size for storage, size in sizes.items() if storage not in stays),
+            moved_freed_bytes=sum(size for storage, size in sizes.items() if storage in moved - stays.keys()),
             added_bytes=sum(size for storage, (_, size) in stays.items() if storage not in sizes),
             stays=_by_reason(stays.values()),
         )

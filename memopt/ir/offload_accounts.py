@@ -70,6 +70,8 @@ class OffloadAccount:
     """Of all activations without the plan, each storage once."""
     freed_bytes: int
     """Of these, what leaves the device."""
+    moved_freed_bytes: int
+    """Of what leaves, what is copied out; backward makes the rest again."""
     added_bytes: int
     """What is on the device with the plan and not without it: what parts are called with."""
     stays: tuple[tuple[str, int], ...]

@@ -8,6 +8,7 @@ from memopt.ir.graph import Kind, ModuleCall, ModuleGraph
 from memopt.ir.offload import Offload
 from memopt.ir.plan import Action, Plan, RegionKey
 from memopt.ir.region_groups import Entry, Seen
+from memopt.ir.region_search import region_layers
 
 NO_REGION = "in no region"
 _Geometry = tuple[object, ...]
@@ -45,6 +46,7 @@ class Fates:
             self._follow(call, entries)
             seen_inputs |= {e.storage for e in entries if e.tensor is None}
         self._add_unseen_inputs(seen_inputs)
+        self._name_the_rest()
 
     def _follow(self, call: ModuleCall, entries: Sequence[Entry]) -> None:
         storages: dict[int, list[Entry]] = {}
@@ -53,13 +55,13 @@ class Fates:
             if decided(self._plan, call, entry.group):
                 self.groups.setdefault(entry.group, GroupFate(key=entry.group))
         for saves in storages.values():
-            own = [self._why_it_stays(call, entry) for entry in saves]
+            own = [self._why_it_stays(entry) for entry in saves]
             if any(own):
                 self._keep(saves, own)
             else:
                 self._move(saves)
 
-    def _why_it_stays(self, call: ModuleCall, entry: Entry) -> str:
+    def _why_it_stays(self, entry: Entry) -> str:
         """Return why a save alone would stay, empty where it would move."""
         if entry.tensor is not None and entry.tensor.kind is not Kind.ACTIVATION:
             return entry.tensor.kind.value
@@ -115,6 +117,14 @@ class Fates:
             for storage, size in recipe.inputs:
                 if storage not in seen and not self.seen.is_recipe(storage, recipe.first_save):
                     self.inputs.setdefault(storage, ("held for a replay", size))
+
+    def _name_the_rest(self) -> None:
+        """Note the regions of what layers save that no offloaded module sees: it stays."""
+        layers = set(region_layers(self.seen.graph)) - self.seen.decided.keys()
+        for call in self.seen.graph.calls:
+            for entry in self.seen.entries(call) if call.fqn in layers else ():
+                if entry.tensor is not None and entry.tensor.index not in self.moved_saves:
+                    self.reasons.setdefault(entry.tensor.index, self._why_it_stays(entry))
 
 
 def decided(plan: Plan, call: ModuleCall, key: RegionKey) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 
 from memopt.ir.offload import Group, Offload
+from memopt.ir.regions import MODULE
 from memopt.units import format_bytes
 
 MARGIN, PIPELINE, FRACTION = "margin", "pipeline", "fraction"
@@ -25,6 +26,13 @@ def kept_groups(groups: Sequence[Group], settings: Offload) -> dict[int, str]:
     return dict(sorted(kept.items()))
 
 
+def group_name(fqn: str, region: str) -> str:
+    """Return what groups of several layers have in common: the region, of a module its name with stars for numbers."""
+    if region != MODULE:
+        return region
+    return MODULE + ".".join("*" if part.isdecimal() else part for part in fqn.split("."))
+
+
 def num_dropped(num_groups: int, fraction: float) -> int:
     """Return how many of some groups stay so that a fraction leaves, the number taken as it is written: 0.9 is 9/10."""
     return int(num_groups * (1 - Fraction(str(fraction))))
@@ -33,7 +41,7 @@ def num_dropped(num_groups: int, fraction: float) -> int:
 def _margin(groups: dict[int, Group], settings: Offload) -> dict[int, str]:
     """Keep the last groups: they would go out and come straight back."""
     if settings.margin == "auto":
-        last = {group.region: n for n, group in groups.items()}
+        last = {group_name(group.fqn, group.region): n for n, group in groups.items()}
         return {n: f"{MARGIN}: the last {region} would come straight back" for region, n in last.items()}
     budget, kept = settings.margin, {}
     for n, group in reversed(groups.items()):

@@ -8,7 +8,7 @@ from memopt.errors import IncompatibleError, UnmatchedPatternError
 from memopt.ir.graph import ModuleGraph
 from memopt.ir.layers import outermost_of
 from memopt.ir.plan import Action, Plan, RegionKey, enclosing
-from memopt.ir.region_groups import Seen
+from memopt.ir.region_groups import Seen, is_recipe
 from memopt.ir.region_search import region_layers
 from memopt.ir.regions import ALL_REGIONS, MODULE, REGIONS
 
@@ -26,10 +26,10 @@ class Found:
 
 
 def find_groups(plan: Plan, names: Sequence[str]) -> Found:
-    """Return the groups that names and patterns stand for, as far as recomputing leaves something of them.
+    """Return the groups that names and patterns stand for, as far as recomputed parts leave something of them.
 
     Raises UnmatchedPatternError, and IncompatibleError for a pattern that takes whole layers beside named regions, or
-    for a region of which recomputing leaves nothing.
+    for a region of which a module that is recomputed as a whole leaves nothing.
     """
     named = tuple(name for name in names if not name.startswith(MODULE))
     keys = _matches(plan.graph, [name for name in names if name.startswith(MODULE)], beside=named)
@@ -39,7 +39,7 @@ def find_groups(plan: Plan, names: Sequence[str]) -> Found:
         labels = _labels(plan, named, claimed)
         present = {key.region for key in labels}
         missing = [name for name in named if name not in present]
-        whole = _without_recompute(plan, named, claimed) if missing else set()
+        whole = _without_whole(plan, named, claimed) if missing else set()
         if lost := [name for name in missing if name in whole]:
             raise IncompatibleError(
                 f"what is recomputed leaves nothing saved to offload in {' and '.join(lost)}; drop one"
@@ -57,11 +57,16 @@ def _meaning(region: str) -> str:
     return REGIONS.get(region, "the whole block of experts")
 
 
-def _without_recompute(plan: Plan, named: tuple[str, ...], claimed: dict[str, tuple[str, ...]]) -> set[str]:
-    if not any(decision.action is Action.RECOMPUTE for decision in plan.decisions.values()):
+def _without_whole(plan: Plan, named: tuple[str, ...], claimed: dict[str, tuple[str, ...]]) -> set[str]:
+    """Return the regions that there are without the modules that are recomputed as a whole."""
+    parts = {
+        key: decision
+        for key, decision in plan.decisions.items()
+        if decision.action is not Action.RECOMPUTE or is_recipe(key, decision.route)
+    }
+    if len(parts) == len(plan.decisions):
         return set()
-    kept = {key: decision for key, decision in plan.decisions.items() if decision.action is not Action.RECOMPUTE}
-    return {key.region for key in _labels(replace(plan, decisions=kept, prefetch_chain=()), named, claimed)}
+    return {key.region for key in _labels(replace(plan, decisions=parts, prefetch_chain=()), named, claimed)}
 
 
 def _labels(plan: Plan, named: tuple[str, ...], claimed: dict[str, tuple[str, ...]]) -> dict[RegionKey, None]:

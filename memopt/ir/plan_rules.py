@@ -3,8 +3,10 @@
 from collections.abc import Iterator
 from itertools import permutations
 
-from memopt.errors import InvalidPlanError
+from memopt.errors import IllegalValueError, InvalidPlanError
 from memopt.ir.graph import ModuleGraph
+from memopt.ir.offload import Offload
+from memopt.ir.offload_request import check_count, check_fraction, check_inflight, check_margin
 from memopt.ir.plan import OFFLOAD, RECIPE, Action, Decision, Plan, RegionKey, enclosing
 from memopt.ir.region_search import region_layers
 from memopt.ir.regions import ALL_REGIONS, FUSED_GROUP_MLP, FUSED_PARTS, MODULE
@@ -15,6 +17,7 @@ MOE_ACT = "moe_act"
 
 def verify_regions(plan: Plan) -> None:
     """Raise an InvalidPlanError for a region that is none, or for decisions that exclude each other."""
+    _verify_settings(plan.offload)
     layers: tuple[str, ...] | None = None
     for key, decision in plan.decisions.items():
         if wrong := _wrong_region(plan.graph, key, decision):
@@ -30,6 +33,19 @@ def verify_regions(plan: Plan) -> None:
         _verify_one_module(keys)
     for node in modules:
         _verify_around(plan, modules, node)
+
+
+def _verify_settings(settings: Offload | None) -> None:
+    if settings is None:
+        return
+    try:
+        for key in ("min_tensor_elements", "pp_rank", "pp_rank_delta_bytes"):
+            check_count(key, getattr(settings, key))
+        check_fraction("fraction", settings.fraction)
+        check_inflight("max_inflight", settings.max_inflight)
+        check_margin("margin", settings.margin)
+    except IllegalValueError as error:
+        raise InvalidPlanError(f"settings of offload: {error}") from None
 
 
 def _wrong_region(graph: ModuleGraph, key: RegionKey, decision: Decision) -> str:

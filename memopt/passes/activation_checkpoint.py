@@ -3,9 +3,16 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memopt.errors import SWAP_AND_CHECKPOINT, IllegalValueError, IncompatibleError, NothingToCheckpointError
+from memopt.errors import (
+    OFFLOAD_AND_CHECKPOINT,
+    SWAP_AND_CHECKPOINT,
+    IllegalValueError,
+    IncompatibleError,
+    NothingToCheckpointError,
+)
 from memopt.ir import (
     COMPILE,
+    OFFLOAD,
     OP_POLICIES,
     Action,
     Container,
@@ -23,6 +30,7 @@ from memopt.ir import (
 )
 from memopt.passes.attention_swap import AttentionSwap
 from memopt.passes.base import Pass
+from memopt.passes.recompute_parts import RecomputeParts
 
 MODES = ("full", "selective", "attention-only")
 _WHY_WHOLE = {
@@ -137,6 +145,8 @@ def _is_free(plan: Plan, fqn: str, wanted: Decision) -> bool:
         raise IncompatibleError(
             f"{wanted.by} was run before with other options, and decided otherwise on {fqn!r}; give it once"
         )
+    if any(decision.policy == OFFLOAD or decision.by == RecomputeParts.name for decision in earlier):
+        raise IncompatibleError(OFFLOAD_AND_CHECKPOINT)
     if any(decision.action is Action.SWAP or decision.by == AttentionSwap.name for decision in earlier):
         raise IncompatibleError(SWAP_AND_CHECKPOINT)
     return not earlier

@@ -3,8 +3,14 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from memopt.errors import SWAP_AND_CHECKPOINT, IllegalValueError, IncompatibleError, NoSelfAttentionError
-from memopt.ir import Action, Decision, Plan, RegionKey, account, outermost
+from memopt.errors import (
+    OFFLOAD_AND_SWAP,
+    SWAP_AND_CHECKPOINT,
+    IllegalValueError,
+    IncompatibleError,
+    NoSelfAttentionError,
+)
+from memopt.ir import OFFLOAD, RECIPE, Action, Decision, Plan, RegionKey, account, outermost
 from memopt.passes.base import Pass
 from memopt.units import format_bytes
 
@@ -30,7 +36,10 @@ class AttentionSwap(Pass):
         targets = outermost(plan.graph, "self_attn")
         if not targets:
             raise NoSelfAttentionError(plan.graph.model.class_name)
-        if any(decision.route for fqn in targets for decision in plan.related(fqn)):  # a pass recomputes it
+        related = [decision for fqn in targets for decision in plan.related(fqn)]
+        if any(decision.policy == OFFLOAD or decision.route == RECIPE for decision in related):
+            raise IncompatibleError(OFFLOAD_AND_SWAP)
+        if any(decision.route for decision in related):  # a pass recomputes it
             raise IncompatibleError(SWAP_AND_CHECKPOINT)
         swap = Decision(action=Action.SWAP, by=self.name, why="registered as self_attn", policy="attention")
         all_swapped = plan.decide({RegionKey(fqn): swap for fqn in targets if not plan.decided(fqn)})

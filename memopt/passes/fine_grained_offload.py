@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
-from memopt.errors import IncompatibleError, NothingOfThatKindError
+from memopt.errors import OFFLOAD_AND_CHECKPOINT, OFFLOAD_AND_SWAP, IncompatibleError, NothingOfThatKindError
 from memopt.ir import (
     DEFAULT_MIN_ELEMENTS,
     OFFLOAD,
@@ -24,6 +24,8 @@ from memopt.ir import (
     kept_groups,
     offload_names,
 )
+from memopt.passes.activation_checkpoint import ActivationCheckpoint
+from memopt.passes.attention_swap import AttentionSwap
 from memopt.passes.base import Pass
 
 
@@ -33,7 +35,7 @@ class FineGrainedOffload(Pass):
 
     name: ClassVar[str] = "fine-grained-offload"
 
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ("core_attn", "attn_proj")
     """Regions, and ``module:PATTERN``."""
     min_tensor_elements: int = DEFAULT_MIN_ELEMENTS
     """Smaller tensors stay. A count of elements, not of bytes."""
@@ -73,6 +75,7 @@ class FineGrainedOffload(Pass):
         Raises UnmatchedPatternError, NothingOfThatKindError where the model has none of the regions, and IncompatibleError
         beside attention swap and checkpointing of layers, or where this pass has decided otherwise with other options.
         """
+        self._check_passes(plan)
         before = {key: d for key, d in plan.decisions.items() if d.by != self.name}
         base = replace(plan, decisions=before, prefetch_chain=())
         found = find_groups(base, self.modules)
@@ -88,8 +91,8 @@ class FineGrainedOffload(Pass):
             raise IncompatibleError(
                 f"{self.name} was run before with other options, and decided otherwise; give it once"
             )
-        for name in found.missing:
-            plan = plan.note(f"activation_offload: no layer of the model has the region {name}")
+        if found.missing:
+            plan = plan.note(f"activation_offload: no layer of the model saves anything in {', '.join(found.missing)}")
         return replace(plan, offload=self.settings).decide(wanted)
 
     def _stay(self, plan: Plan, swaps: Mapping[RegionKey, Decision]) -> dict[RegionKey, Decision]:
@@ -102,16 +105,21 @@ class FineGrainedOffload(Pass):
     def _decision(self, action: Action, why: str) -> Decision:
         return Decision(action=action, by=self.name, why=why, policy=OFFLOAD)
 
+    def _check_passes(self, plan: Plan) -> None:
+        """Raise an IncompatibleError where attention swap or checkpointing of layers has decided before."""
+        passes = {decision.by for decision in plan.decisions.values()}
+        if AttentionSwap.name in passes:
+            raise IncompatibleError(OFFLOAD_AND_SWAP)
+        if ActivationCheckpoint.name in passes:
+            raise IncompatibleError(OFFLOAD_AND_CHECKPOINT)
+
     def _check(self, plan: Plan, key: RegionKey) -> None:
         """Raise an IncompatibleError where a module, one around it or one inside it is swapped or checkpointed."""
         for other in plan.related_keys(key.fqn):
             decision = plan.decisions[other]
-            is_part = other.fqn.startswith(f"{key.fqn}.") and self._is_part(decision)
+            is_part = other.fqn.startswith(f"{key.fqn}.") and decision.action is Action.RECOMPUTE
             if not is_part and decision.policy != OFFLOAD:
                 raise IncompatibleError(
                     f"{self.name} of {str(key)!r} is incompatible with {decision.action} of {str(other)!r} by "
                     f"{decision.by!r}; drop one of the two"
                 )
-
-    def _is_part(self, decision: Decision) -> bool:
-        return decision.action is Action.RECOMPUTE and decision.by != "activation-checkpoint"

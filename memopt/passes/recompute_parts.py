@@ -23,7 +23,7 @@ class RecomputeParts(Pass):
 
     name: ClassVar[str] = "recompute-parts"
 
-    modules: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ("layernorm",)
     """``layernorm``, ``moe_act``, ``mlp_act``: light; ``mlp``, ``moe``, ``shared_expert``: whole modules."""
 
     def __post_init__(self) -> None:
@@ -40,8 +40,8 @@ class RecomputeParts(Pass):
             has = [name for name in RECOMPUTABLE if recomputable(plan.graph, name)]
             raise NothingOfThatKindError("recompute", plan.graph.model.class_name, self.modules, has)
         wanted = {key: self._decision(name, route) for name, keys in found.items() for key, route in keys.items()}
-        for name in (name for name, keys in found.items() if not keys):
-            plan = plan.note(f"recompute: the model has no {name} that saves anything")
+        if missing := [name for name, keys in found.items() if not keys]:
+            plan = plan.note(f"recompute: the model has no {' or '.join(missing)} that saves anything")
         return plan.decide({key: decision for key, decision in wanted.items() if self._is_free(plan, key, decision)})
 
     def _decision(self, name: str, route: str) -> Decision:
@@ -50,17 +50,19 @@ class RecomputeParts(Pass):
         return Decision(action=Action.RECOMPUTE, by=self.name, why=why, policy="full", route=route)
 
     def _is_free(self, plan: Plan, key: RegionKey, wanted: Decision) -> bool:
-        """Tell whether nothing is decided on a part, around it or inside it, but for regions that somebody offloads."""
-        earlier = [decision for decision in plan.related(key.fqn) if decision != wanted]
-        for decision in earlier:
+        """Tell whether nothing is decided on a part, around it or inside it, but for regions that are offloaded by hand.
+
+        Raises IncompatibleError for what other passes decided there, and this one with other options.
+        """
+        earlier = {other: plan.decisions[other] for other in plan.related_keys(key.fqn)}
+        if earlier.get(key) == wanted:
+            return False
+        for decision in earlier.values():
             if decision.by in _EXCLUDED:
                 raise IncompatibleError(f"{self.name} {_EXCLUDED[decision.by]} (both decide on {str(key)!r})")
-        hand = [d for d in earlier if d.by != self.name and d.policy != OFFLOAD]
-        if plan.decisions.get(key) == wanted:
-            return False
-        if any(decision.by == self.name and key_ == key for key_, decision in plan.decisions.items()):
+        if any(decision.by == self.name for decision in earlier.values()):
             raise IncompatibleError(f"{self.name} was run before with other options; give it once")
-        return not hand
+        return all(decision.policy == OFFLOAD for decision in earlier.values())
 
 
 _EXCLUDED = {

@@ -5,6 +5,7 @@ from rich.table import Table
 from rich.text import Text
 
 from memopt.ir import ModelFacts, Plan, PlanAccount, TraceInput, saved_bytes
+from memopt.report.offload import offload_subject, why_nothing
 from memopt.report.recompute import repeated_text
 from memopt.units import format_bytes
 
@@ -25,13 +26,15 @@ def verdict(plan: Plan, totals: PlanAccount) -> Text:
     activations = format_bytes(saved)
     if not plan.decisions:
         return Text(f"Nothing is changed: {activations} of activations stay on the device for backward.", style="bold")
-    recomputes = any(target.recompute for target in totals.targets)
+    recomputes = any(target.recompute for target in totals.targets) or bool(totals.offload and totals.offload.recipes)
+    if totals.offload and not totals.swap_bytes and not recomputes:
+        return Text(f"Nothing is offloaded: {why_nothing(totals.offload)}.", style="bold yellow")
     if not totals.swap_bytes and not recomputes:
         why = "all that passes the policy is margin" if totals.covered_bytes else "no saved tensor passes the policy"
         return Text(f"Nothing is swapped: {why}.", style="bold yellow")
     if recomputes and totals.net_freed_bytes <= 0:
         return Text(f"{_subject(totals)}s nothing: what it must hold for the replay is as large.", style="bold yellow")
-    ending = f", and runs {repeated_text(totals)} twice." if recomputes and totals.flops else "."
+    ending = f", and runs {repeated_text(totals)} twice." if recomputes and totals.repeated_flops else "."
     return Text.assemble(
         (f"{_subject(totals)}s ", "bold"),
         (f"{format_bytes(totals.net_freed_bytes)} ({totals.net_freed_bytes / saved:.0%})", "bold green"),
@@ -41,6 +44,8 @@ def verdict(plan: Plan, totals: PlanAccount) -> Text:
 
 def _subject(totals: PlanAccount) -> str:
     """Return what frees memory, with the verb but for its ending."""
+    if totals.offload:
+        return f"{offload_subject(totals)} free"
     policies = {target.recompute.policy for target in totals.targets if target.recompute}
     if not policies:
         return "Attention swap free"

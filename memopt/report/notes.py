@@ -1,6 +1,6 @@
 """What a reader must know besides the numbers."""
 
-from memopt.ir import Action, Plan
+from memopt.ir import OFFLOAD, Action, Plan
 
 ACCEPTED_CLASS = "Qwen3MoeForCausalLM"
 
@@ -9,7 +9,7 @@ def notes_of(plan: Plan) -> tuple[str, ...]:
     """Return the notes of the trace and of the passes, and those that the decisions call for."""
     class_name = plan.graph.model.class_name
     notes = (*plan.graph.notes, *plan.notes)
-    swaps = any(decision.action is not Action.RECOMPUTE for decision in plan.decisions.values())
+    swaps = any(d.action is not Action.RECOMPUTE and d.policy != OFFLOAD for d in plan.decisions.values())
     if not swaps or class_name == ACCEPTED_CLASS:
         return notes
     unaccepted = (

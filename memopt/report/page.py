@@ -12,6 +12,7 @@ from memopt.ir import Plan, PlanAccount, account, saved_bytes
 from memopt.report.folding import fold_chain, fold_targets
 from memopt.report.headline import headline
 from memopt.report.notes import notes_of
+from memopt.report.offload import offload_tables
 from memopt.report.saved import saved_table, weights_sentence
 from memopt.report.table import target_tables
 from memopt.report.totals import copy_sentence, totals_table
@@ -28,7 +29,10 @@ def _sections(plan: Plan, totals: PlanAccount) -> Iterator[RenderableType]:
         yield from _section("Totals", totals_table(totals, saved_bytes(plan.graph.saved).activation_bytes))
     if totals.swap_bytes:
         yield from _section("Copy time", Text(copy_sentence(totals)))
-    if plan.decisions:
+    if totals.offload:
+        for title, table in offload_tables(totals.offload):
+            yield from _section(title, table)
+    if totals.targets:
         yield from _section("Targets", target_tables(fold_targets(totals.targets)))
     if plan.prefetch_chain:
         yield from _section("Prefetch chain", chain_text(plan))

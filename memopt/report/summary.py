@@ -5,6 +5,7 @@ from typing import Any
 
 from memopt.ir import Plan, PlanAccount, RecomputeAccount, TargetAccount, TensorLine, account, saved_bytes
 from memopt.report.notes import notes_of
+from memopt.report.offload import offload_values
 from memopt.report.rows import SAME_STORAGE, deciding_lines
 
 SCHEMA_VERSION = 1
@@ -29,10 +30,11 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         "swap": {
             "covered_bytes": totals.covered_bytes,
             "bytes_per_step": totals.swap_bytes,
-            "freed_bytes": sum(swapped),
+            "freed_bytes": sum(swapped) + (totals.offload.moved_freed_bytes if totals.offload else 0),
             "num_tensors": totals.num_tensors,
         },
         **recompute,
+        **({"offload": offload_values(totals, totals.offload)} if totals.offload else {}),
         "prefetch_chain": list(plan.prefetch_chain),
         "saved": asdict(saved_bytes(plan.graph.saved)),
         "notes": list(notes_of(plan)),

@@ -6,6 +6,7 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.ir import Action, PlanAccount
+from memopt.report.offload import offload_sums
 from memopt.report.recompute import recompute_sums
 from memopt.units import count_noun, format_bytes
 
@@ -21,6 +22,8 @@ def totals_table(totals: PlanAccount, activation_bytes: int) -> RenderableType:
     table.add_column(style="dim")
     swaps = any(target.recompute is None for target in totals.targets)
     rows = (*(_sums(totals) if swaps else ()), *recompute_sums(totals, activation_bytes))
+    if totals.offload:
+        rows = tuple(offload_sums(totals, totals.offload))
     for what, amount, meaning in rows:
         table.add_row(what, amount, meaning)
     return table

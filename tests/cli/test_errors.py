@@ -68,11 +68,51 @@ def test_a_hub_id_that_is_not_in_the_cache(fails, name):
         (["--swap", "attention", "--seq-length", str(2**70)], ["for --seq-length", "Legal: 1..2147483647"]),
         (["--swap", "attention", "--seq-length", "many"], ["--seq-length", "many", "int"]),
         (["--swap", "attention", "--num-layers", "-1"], ["for --num-layers", "Legal: 1..2147483647"]),
-        (["--passes", ""], ["passes='' is not legal; legal: activation-checkpoint, attention-swap, prefetch-chain"]),
+        (
+            ["--passes", ""],
+            [
+                "passes='' is not legal; legal: activation-checkpoint, attention-swap, fine-grained-offload, prefetch-chain"
+            ],
+        ),
         (
             ["--passes", " ,"],
-            ["passes=' ,' is not legal; legal: activation-checkpoint, attention-swap, prefetch-chain"],
+            [
+                "passes=' ,' is not legal; legal: activation-checkpoint, attention-swap, fine-grained-offload, ",
+                "prefetch-chain, recompute-parts",
+            ],
         ),
+        (
+            ["--offload", ""],
+            ["activation_offload.modules='' is not legal; legal: one or more of attn_norm, qkv_linear"],
+        ),
+        (
+            ["--offload", "core_attn,cor,zzz"],
+            [
+                "activation_offload.modules does not know 'cor', 'zzz'; did you mean",
+                "legal: attn_norm, ",
+                "module:PATTERN",
+            ],
+        ),
+        (["--offload", "attn_proj"], ["activation_offload.modules: attn_proj needs core_attn"]),
+        (["--offload", "core_attn,module:"], ["modules='module:' is not legal; legal: module:PATTERN"]),
+        (
+            ["--recompute", "norm"],
+            ["recompute.modules does not know 'norm'; did you mean 'layernorm'? legal: layernorm, "],
+        ),
+        (
+            ["--offload", "expert_fc1", "--recompute", "moe"],
+            ["recompute of moe leaves nothing saved to offload in expert_fc1"],
+        ),
+        (
+            ["--offload", "core_attn", "--swap", "attention"],
+            ["activation_offload is incompatible with activation_swap"],
+        ),
+        (
+            ["--recompute", "mlp", "--checkpoint", "full"],
+            ["recompute is incompatible with activation_checkpoint='full'"],
+        ),
+        (["--passes", "fine-grained-offload:fraction=2"], ["fraction=2 is not legal; legal: a number from 0 to 1"]),
+        (["--passes", "recompute-parts:modules=layernorm+x"], ["modules does not know 'x'; legal: layernorm, "]),
         (["--swap", "attention", "--format", "pdf"], ["--format", "pdf", "text", "json"]),
         (["--swap", "attention", "--sequence-length", "8"], ["--sequence-length"]),
         (["--passes", "attention-swp"], ["no pass is called 'attention-swp'", "did you mean 'attention-swap'"]),
@@ -114,7 +154,15 @@ def test_a_second_model(fails, name):
 @BOTH
 @pytest.mark.parametrize("passes", ["attention-swap", "activation-checkpoint:mode=full"])
 @pytest.mark.parametrize(
-    "asked", [("--swap", "none"), ("--swap", "attention"), ("--checkpoint", "off"), ("--checkpoint", "selective")]
+    "asked",
+    [
+        ("--swap", "none"),
+        ("--swap", "attention"),
+        ("--checkpoint", "off"),
+        ("--checkpoint", "selective"),
+        ("--offload", "core_attn"),
+        ("--recompute", "layernorm"),
+    ],
 )
 def test_passes_exclude_the_other_switches(fails, name, passes, asked):
     """Whichever of the two were dropped, somebody would miss it."""
@@ -322,14 +370,21 @@ def test_apply_wants_something_to_apply(fails):
     code, line = fails("memopt-apply", "tiny-llama")
     assert (code, line) == (
         2,
-        "what to apply? give one of --config FILE, --plan PLAN.json, --passes LIST, --swap attention and "
-        "--checkpoint full",
+        "what to apply? give one of --config FILE, --plan PLAN.json, --passes LIST, --swap attention, "
+        "--offload core_attn, --recompute layernorm and --checkpoint full",
     )
 
 
 def test_a_plan_excludes_other_decisions(fails, tmp_path):
-    for flags in (("--swap", "attention"), ("--checkpoint", "full"), ("--passes", "attention-swap")):
-        code, line = fails("memopt-apply", "tiny-llama", "--plan", tmp_path / "plan.json", *flags)
+    flags = (
+        "--swap attention",
+        "--checkpoint full",
+        "--passes attention-swap",
+        "--offload core_attn",
+        "--recompute mlp",
+    )
+    for given in map(str.split, flags):
+        code, line = fails("memopt-apply", "tiny-llama", "--plan", tmp_path / "plan.json", *given)
         assert (code, line.startswith("--plan holds all decisions")) == (2, True)
 
 
