@@ -107,7 +107,9 @@ class _Call:
         self._attributes = Attributes(snapshot, arguments.parameters)
         devices = {device, *(leaf.tensor.device for leaf in arguments.leaves)}
         self._surroundings = Surroundings(
-            devices, (*snapshot.generators, *arguments.generators), draws=not (self._gives_recipes and known.never_draws)
+            devices,
+            (*snapshot.generators, *arguments.generators),
+            draws=not (self._gives_recipes and known.never_draws),
         )
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
