@@ -35,9 +35,9 @@ class Arguments:
         self._kwargs = {name: self._node(value, memo) for name, value in kwargs.items()}
 
     @property
-    def taker(self) -> Any:
-        """What packs the saved tensors around the region, if that is one of memopt's."""
-        return None if self._outer is None else getattr(self._outer[0], "__self__", None)
+    def outer(self) -> Hooks | None:
+        """What packs and unpacks the saved tensors around the region."""
+        return self._outer
 
     def looks(self) -> tuple[Any, ...]:
         """Return what the tensors look like."""

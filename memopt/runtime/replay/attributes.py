@@ -78,6 +78,18 @@ class Attributes:
         self._buffer_versions = [version_of(b) for _, _, b in snapshot.buffers]
         self._clones: dict[Buffer, torch.Tensor] = {}
 
+    def are_as_then(self) -> bool:
+        """Tell whether there is nothing to put back, nor a parameter that was written to."""
+        return self.has_parameters_as_then() and self._snapshot.holds()
+
+    def has_parameters_as_then(self) -> bool:
+        """Tell whether nothing has happened to the parameters."""
+        return (
+            self._parameter_versions == [version_of(p) for p in self.parameters]
+            and self._need_grad == [p.requires_grad for p in self.parameters]
+            and self._storages == [storage_key(p) for p in self._snapshot.plain_parameters]
+        )
+
     def clone(self, buffers: Collection[Buffer] | None) -> None:
         """Copy the buffers that the region is known to write to; all of them for None."""
         for owner, key, buffer in self._snapshot.buffers:

@@ -17,6 +17,8 @@ from memopt.autograd import sequence_number
 from memopt.errors import BackwardInsideError, ReplayError
 from memopt.runtime.replay.proof import Record, described, look_of
 
+ANY = 0
+"""The look of a save of which nothing is known."""
 _NO_BACKWARD = -1
 """What torch calls the number of the backward where there is none."""
 
@@ -177,7 +179,7 @@ class Frame:
 
     def fill(self, position: int, tensor: torch.Tensor) -> None:
         """Take the tensor of a replay; raises ReplayError if it is not like the one that was dropped."""
-        if hash((tensor.shape, tensor.dtype)) != self._looks[position]:
+        if self._looks[position] != ANY and hash((tensor.shape, tensor.dtype)) != self._looks[position]:
             found, expected = described(tensor.shape, tensor.dtype), look_of(self._looks[position])
             raise ReplayError(self.fqn, f"saved {found} where the forward saved {expected}")
         if position not in self._released:

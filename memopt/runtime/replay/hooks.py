@@ -124,6 +124,11 @@ def _hook_dicts(module: nn.Module) -> Iterator[_HookDict]:
             yield _HookDict(child._forward_hooks, flags)
 
 
+def has_hooks(module: nn.Module) -> bool:
+    """Tell whether there are hooks that run inside a module's forward."""
+    return next(_hook_dicts(module), None) is not None
+
+
 @contextmanager
 def _role(role: Callable[..., Any]) -> Iterator[None]:
     before, _thread.role = _thread.role, role

@@ -7,7 +7,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.operands import PLAIN
-from memopt.runtime.replay.arguments import Arguments
+from memopt.runtime.replay.arguments import Arguments, Hooks
 from memopt.runtime.replay.frame import Frame, Handle, tensors_of
 from memopt.tensors import is_odd, storage_key
 
@@ -33,13 +33,32 @@ class Output:
         return self._node is not None and self._node is node
 
 
-def offer_outputs(frame: Frame, output: Any, arguments: Arguments) -> None:
-    """Offer the tensors that a region has made; one that lies in an argument's storage is not its own."""
-    take: Callable[[Output], None] | None = getattr(arguments.taker, "take", None)
-    if take is None:
-        return
+def offer_outputs(frame: Frame, output: Any, arguments: Arguments) -> tuple[int, ...]:
+    """Offer the tensors that a region has made, and return which of them: one in an argument's storage is not its own."""
+    if arguments.outer is None:
+        return ()
     given = {storage_key(leaf.tensor) for leaf in arguments.leaves if leaf.tensor.layout is torch.strided}
-    for number, tensor in enumerate(tensors_of(output)):
-        plain = type(tensor) in PLAIN and tensor.layout is torch.strided and not is_odd(tensor)
-        if plain and storage_key(tensor) not in given:
-            take(Output(tensor, frame.offer(tensor, number)))
+    numbers = tuple(
+        n for n, tensor in enumerate(tensors_of(output)) if _is_plain(tensor) and storage_key(tensor) not in given
+    )
+    offer(frame, output, numbers, arguments.outer)
+    return numbers
+
+
+def offer(frame: Frame, output: Any, numbers: tuple[int, ...], outer: Hooks) -> None:
+    """Offer some of the tensors that a region has returned to the layer around it, if that takes any."""
+    take: Callable[[Output], None] | None = getattr(getattr(outer[0], "__self__", None), "take", None)
+    if take is not None:
+        tensors = [output] if isinstance(output, torch.Tensor) else tensors_of(output)
+        for number in numbers:
+            take(Output(tensors[number], frame.offer(tensors[number], number)))
+
+
+def has_taker() -> bool:
+    """Tell whether what sees to the saves of this thread takes outputs."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return outer is not None and hasattr(getattr(outer[0], "__self__", None), "take")
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in PLAIN and tensor.layout is torch.strided and not is_odd(tensor)

@@ -18,9 +18,10 @@ from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
 from memopt.runtime.replay.dropping import Dropping
 from memopt.runtime.replay.following import Following
 from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
-from memopt.runtime.replay.hooks import HookRecord
+from memopt.runtime.replay.hooks import HookRecord, has_hooks
 from memopt.runtime.replay.keeping import Keeping
-from memopt.runtime.replay.outputs import offer_outputs
+from memopt.runtime.replay.light import MAX_SHAPES, Learned, LightCall, Shapes, shapes_of
+from memopt.runtime.replay.outputs import has_taker, offer_outputs
 from memopt.runtime.replay.proof import Record, Samples
 from memopt.runtime.replay.recipes import Recipes, Shelf
 from memopt.runtime.replay.standing import Standing, Standins
@@ -49,14 +50,45 @@ class Known:
     snapshot: Snapshot | None = None
     recipes: Recipes = field(default_factory=Recipes)
     """Of what a selective call keeps."""
+    light: dict[Shapes, Learned] = field(default_factory=dict)
+    """Of a part whose output is not kept, once all is known of it: what it saves, by the shapes of its arguments."""
+    attributes: Attributes | None = None
+    """What its modules carry, as of the last such call."""
 
     def forget(self) -> None:
         """Learn in the next call."""
         self.arguments = self.buffers = None
         self.stops_early.clear()
         self.recipes = Recipes()
+        self.light = {}
+        self.attributes = None
         self.learns = True
         self.is_proven = self.never_draws = False
+
+    def light_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Learned | None:
+        """Return what was learned for arguments like these, if a call can rely on it."""
+        shapes = shapes_of(args, kwargs)
+        learned = None if shapes is None else self.light.get(shapes)
+        if learned is None or self.snapshot is None or not self.snapshot.holds() or has_hooks(module):
+            return None
+        return learned if has_taker() else None
+
+    def light_attributes(self) -> Attributes:
+        """Return what the modules carry now; the calls of a step share it."""
+        assert self.snapshot is not None
+        if self.attributes is None or not self.attributes.has_parameters_as_then():
+            self.attributes = Attributes(self.snapshot)
+        return self.attributes
+
+    def learn_light(self, snapshot: Snapshot, frame: Frame, outputs: tuple[int, ...], shapes: Shapes | None) -> None:
+        """Note what a call saved, if all is known of the part: it draws nothing, writes to nothing, and was proven."""
+        plain = self.arguments == frozenset() == self.buffers and not snapshot.buffers
+        if shapes is None or not (plain and self.never_draws and self.is_proven and outputs):
+            return
+        looks = list(frame.looks())
+        self.light[shapes] = Learned(looks, len(looks) - len(outputs), outputs)
+        while len(self.light) > MAX_SHAPES:
+            self.light.pop(next(iter(self.light)), None)
 
     def record(self, parameters: tuple[torch.Tensor, ...], statistics: frozenset[int]) -> Record | None:
         """Return what the next call notes its saves in, None where there is nothing to learn."""
@@ -77,6 +109,14 @@ def run_checkpointed(
     """Call a region's forward without saving for backward what can be computed again; gradients stay exact."""
     habits = habits_of(module)
     known = habits.known = habits.known or Known()
+    learned = known.light_call(module, args, kwargs) if region.gives_recipes and known.light else None
+    if learned is not None:
+        attributes, outer = known.light_attributes(), torch._C._autograd._top_saved_tensors_default_hooks(True)
+        light = LightCall(module, region.fqn, forward, attributes, counters)
+        output, is_as_learned = light.run(learned, args, kwargs, outer)
+        if not is_as_learned:
+            known.forget()
+        return output
     call = _Call(module, region, forward, Arguments(args, kwargs), known, device=device, counters=counters)
     return call.run(args, kwargs)
 
@@ -143,7 +183,8 @@ class _Call:
         self._drawn = self._surroundings.drawn()
         self._close(frame, watch, record)
         if self._gives_recipes:
-            offer_outputs(frame, output, self._arguments)
+            outputs = offer_outputs(frame, output, self._arguments)
+            self._known.learn_light(self._snapshot, frame, outputs, shapes_of(args, kwargs))
         return output
 
     def _watch(self, frame: Frame, record: Record | None) -> Watch:

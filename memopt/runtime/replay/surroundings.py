@@ -2,13 +2,58 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils._device import DeviceContext
 
 from memopt.runtime.replay.random_streams import random_streams
+
+
+class Looks(NamedTuple):
+    """What decides which kernels run, as far as it is switched on and off around a model."""
+
+    autocasts: tuple[tuple[str, bool, torch.dtype], ...]
+    caches_casts: bool
+    kernels: tuple[bool, ...]
+    default_dtype: torch.dtype
+
+    @classmethod
+    def now(cls) -> "Looks":
+        """Return it as it is now."""
+        kinds = ("cpu",) if _ACCELERATOR is None else ("cpu", _ACCELERATOR)
+        return cls(
+            tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds),
+            torch.is_autocast_cache_enabled(),
+            (
+                torch._C._get_flash_sdp_enabled(),
+                torch._C._get_mem_efficient_sdp_enabled(),
+                torch._C._get_math_sdp_enabled(),
+                torch._C._get_cudnn_sdp_enabled(),
+            ),
+            torch.get_default_dtype(),
+        )
+
+    @contextmanager
+    def restored(self, now: "Looks") -> Iterator[None]:
+        """Put it as it was for a while, and back to what it is now."""
+        with ExitStack() as stack:
+            for kind, enabled, dtype in self.autocasts:
+                cached = self.caches_casts
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
+            if self.kernels != now.kernels:
+                chosen = [backend for backend, on in zip(_KERNELS, self.kernels, strict=True) if on]
+                stack.enter_context(sdpa_kernel(chosen))
+            stack.callback(torch.set_default_dtype, now.default_dtype)
+            torch.set_default_dtype(self.default_dtype)
+            yield
+
+
+_KERNELS = (
+    SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH, SDPBackend.CUDNN_ATTENTION,
+)  # fmt: skip
+_ACCELERATOR = accelerator.type if (accelerator := torch.accelerator.current_accelerator()) else None
 
 
 class Surroundings:
