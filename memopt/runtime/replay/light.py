@@ -19,6 +19,7 @@ from memopt.runtime.replay.attributes import Attributes
 from memopt.runtime.replay.frame import ANY, Filling, Frame, Handle, unpack
 from memopt.runtime.replay.hooks import HookRecord, has_hooks
 from memopt.runtime.replay.outputs import offer
+from memopt.runtime.replay.random_streams import torch_streams
 from memopt.runtime.replay.surroundings import Looks
 
 _ATOMS = (bool, int, float, str, torch.dtype, type(None))
@@ -79,12 +80,19 @@ class LightCall:
     """One call of a part of which all is known."""
 
     __slots__ = (
-        "_args", "_attributes", "_counters", "_forward", "_fqn", "_has_written", "_kwargs", "_looks", "_module",
+        "_args", "_attributes", "_counters", "_forget", "_forward", "_fqn", "_has_written", "_kwargs", "_looks", "_module",
     )  # fmt: skip
 
     def __init__(
-        self, module: nn.Module, fqn: str, forward: Callable[..., Any], attributes: Attributes, counters: Counters
+        self,
+        module: nn.Module,
+        fqn: str,
+        forward: Callable[..., Any],
+        attributes: Attributes,
+        counters: Counters,
+        forget: Callable[[], None],
     ) -> None:
+        self._forget = forget
         self._module = module
         self._fqn = fqn
         self._forward = forward
@@ -124,12 +132,16 @@ class LightCall:
         self._counters.replayed_calls += 1
         args = [value.value() if type(value) is _Packed else value for value in self._args]
         kwargs = {name: value.value() if type(value) is _Packed else value for name, value in self._kwargs.items()}
+        before = torch_streams()
         with (
             self._as_then(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(filling.pack, _as_it_is),
         ):
             filling.run(lambda: self._forward(*args, **kwargs))
+        if torch_streams() != before:
+            self._forget()
+            raise ReplayError(self._fqn, "draws random numbers, as no call before did: it cannot be made again")
 
     @contextmanager
     def _as_then(self) -> Iterator[None]:

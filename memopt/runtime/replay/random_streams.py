@@ -71,6 +71,13 @@ class NumpyStream(RandomStream):
                 self._set(now)
 
 
+def torch_streams() -> tuple[Any, ...]:
+    """Return how far torch's global generators have come, cheaply: to compare, not to set."""
+    device = torch.accelerator.current_accelerator()
+    generators = getattr(torch.get_device_module(device), "default_generators", ()) if device is not None else ()
+    return torch.get_rng_state().numpy().tobytes(), *(generator.get_offset() for generator in generators)
+
+
 def random_streams(devices: set[torch.device], generators: Iterable[Any]) -> list[RandomStream]:
     """Return the global generators of torch, Python and numpy, those of some devices, and the given ones."""
     accesses: list[Access] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]

@@ -112,7 +112,7 @@ def run_checkpointed(
     learned = known.light_call(module, args, kwargs) if region.gives_recipes and known.light else None
     if learned is not None:
         attributes, outer = known.light_attributes(), torch._C._autograd._top_saved_tensors_default_hooks(True)
-        light = LightCall(module, region.fqn, forward, attributes, counters)
+        light = LightCall(module, region.fqn, forward, attributes, counters, known.forget)
         output, is_as_learned = light.run(learned, args, kwargs, outer)
         if not is_as_learned:
             known.forget()
