@@ -1,6 +1,7 @@
 """What a saved tensor is to torch: its storage, and whether it is a parameter. Analysis and runtime must agree on this."""
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -46,6 +47,18 @@ def kind_of(tensor: torch.Tensor, parameters: frozenset[int], buffers: frozenset
     if key in buffers:
         return Kind.BUFFER
     return Kind.PARAMETER_CAST if _casts_a_parameter(tensor) else Kind.ACTIVATION
+
+
+def cast_source(tensor: torch.Tensor) -> Any:
+    """Return the autograd node whose output a tensor is a cast of, through views of the cast; None for any other."""
+    node: Any = tensor.grad_fn
+    while node is not None and node.name() in VIEWS:
+        node = _before(node)
+    return _before(node) if node is not None and node.name() == "ToCopyBackward0" else None
+
+
+def _before(node: Any) -> Any:
+    return node.next_functions[0][0] if len(node.next_functions) == 1 else None
 
 
 def is_odd(tensor: torch.Tensor) -> bool:

@@ -212,6 +212,7 @@ def _saved_tensor(seen: Observation, save: Save, index: int, storages: dict[int,
         storage=storages[storage_key(tensor)],
         storage_bytes=tensor.untyped_storage().nbytes(),
         requires_grad=save.requires_grad,
+        cast_of=None if save.cast_of is None else storages[save.cast_of],
         kind=save.kind,
         maker=None if maker is None else seen.calls[maker].fqn,
     )

@@ -82,6 +82,8 @@ class Save:
     ticket: "weakref.ref[Ticket]"
     is_operand: bool
     """Whether the expensive function that saved it was given it."""
+    cast_of: int | None = None
+    """The storage, returned by a call, that it is a cast of."""
     node: str = "Unknown"
     field: str = "?"
 
@@ -107,6 +109,8 @@ class Observation:
     output: Any = None
     returned: list[tuple[torch.Tensor, int, dict[int, int]]] = field(default_factory=list)
     """(a tensor that a call returned, without its graph; its version then; the results of the call that it is among)."""
+    returned_by: dict[Any, int] = field(default_factory=dict)
+    """The autograd node that made what a call returned -> storage."""
     active: list[Call] = field(default_factory=list)
     operands: list[torch.Tensor] = field(default_factory=list)
     """Of the expensive function that is being called."""

@@ -17,7 +17,7 @@ from memopt.analyze.parts import parts_noted
 from memopt.analyze.storages import drop_written, note_maker, results_in, sizes_in
 from memopt.operands import source_of
 from memopt.operations import family_of
-from memopt.tensors import kind_of, storage_key, storage_keys
+from memopt.tensors import cast_source, kind_of, storage_key, storage_keys
 
 
 def observe(
@@ -82,7 +82,15 @@ def _saving_hooks(
         kind = kind_of(tensor, parameters, buffers)
         is_operand = source_of(tensor, seen.operands) is not None
         seen.saves.append(
-            Save(tensor.detach(), call, kind, tensor.requires_grad, weakref.ref(ticket), is_operand=is_operand)
+            Save(
+                tensor.detach(),
+                call,
+                kind,
+                tensor.requires_grad,
+                weakref.ref(ticket),
+                is_operand=is_operand,
+                cast_of=seen.returned_by.get(cast_source(tensor)),
+            )
         )
         note_maker(seen, tensor, call)
         return ticket

@@ -35,6 +35,8 @@ def results_in(seen: Observation, tree: Any, call: int, *, ignored: frozenset[in
     for tensor in tensors_in(tree):
         if storage_key(tensor) in results and not tensor.is_inference():
             seen.returned.append((tensor.detach(), tensor._version, results))
+            if tensor.grad_fn is not None:
+                seen.returned_by[tensor.grad_fn] = storage_key(tensor)
     return results
 
 
@@ -44,3 +46,4 @@ def drop_written(seen: Observation) -> None:
         if tensor._version != version:
             results.pop(storage_key(tensor), None)
     seen.returned.clear()
+    seen.returned_by.clear()

@@ -59,6 +59,8 @@ class SavedTensor:
     """The identity of its storage within this graph."""
     storage_bytes: int
     requires_grad: bool
+    cast_of: int | None = None
+    """The storage that it is a cast of, where a module or a part returned that: autocast casts for each user anew."""
     kind: Kind
     maker: str | None
     """The FQN of the module call in which the storage was made; None for parameters, buffers and inputs."""

@@ -83,8 +83,13 @@ class Seen:
             n
             for saves, made in self.scopes
             for n in saves
-            if self.graph.saved[n].storage in made and n not in self.hidden
+            if n not in self.hidden and self._source(self.graph.saved[n]) in made
         )
+
+    def _source(self, tensor: SavedTensor) -> int:
+        """Return the storage of which a save holds values: under autocast, that which it is a cast of."""
+        is_cast = tensor.cast_of is not None and self.graph.input.autocast != "none"
+        return tensor.cast_of if is_cast and tensor.cast_of is not None else tensor.storage
 
     def is_recipe(self, storage: int, at: int) -> bool:
         """Tell whether a storage, met at a place in the sequence of saves, is made again by a part of the same layer."""

@@ -14,7 +14,7 @@ from memopt.runtime.recipe import Recipe
 from memopt.runtime.replay.outputs import Output
 from memopt.runtime.roles import Move, Table
 from memopt.runtime.slot import Slot
-from memopt.tensors import VIEWS, storage_key
+from memopt.tensors import cast_source, storage_key
 
 Handle = Kept | Swapped | Recipe
 
@@ -136,7 +136,7 @@ class PartsGroup(Group):
 
     def _cast_of(self, tensor: torch.Tensor) -> Iterator[Output]:
         """Yield the output that a tensor is a cast of, as autocast makes them."""
-        node = _cast_node(tensor)
+        node = cast_source(tensor)
         if node is not None:
             yield from (output for output in self._outputs.values() if output.is_source_of(node))
 
@@ -195,15 +195,3 @@ def _way(notes: Iterable[_Note]) -> tuple[Move, int]:
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.storage_offset()
-
-
-def _cast_node(tensor: torch.Tensor) -> Any:
-    """Return the node of what a tensor is a cast of, through views of the cast."""
-    node: Any = tensor.grad_fn
-    while node is not None and node.name() in VIEWS:
-        node = _before(node)
-    return _before(node) if node is not None and node.name() == "ToCopyBackward0" else None
-
-
-def _before(node: Any) -> Any:
-    return node.next_functions[0][0] if len(node.next_functions) == 1 else None

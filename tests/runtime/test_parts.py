@@ -1,6 +1,9 @@
 """Regions of layers, swapped each alone and together with recomputed parts: exact, and as the plan says to the byte."""
 
+import copy
+
 import pytest
+import torch
 
 import memopt
 from memopt.ir import account
@@ -88,6 +91,21 @@ def test_what_is_held_between_forward_and_backward_is_what_the_plan_says(name, c
         except memopt.MemoptError as error:
             assert "has none" in str(error) or "none of" in str(error)
             pytest.skip(str(error))
+        freed = held_after_forward(plain, inputs) - held_after_forward(model, inputs)
+        assert freed == account(handle.plan).net_freed_bytes
+        assert_exact(plain, model, inputs)
+        assert_as_planned(handle, model, inputs)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("more", [(), ("layernorm", "moe_act", "mlp_act")], ids=["offload", "recompute too"])
+def test_under_autocast_too_what_is_held_is_what_the_plan_says(name, more):
+    plain, inputs = zoo.ZOO[name](), zoo.batch(name)
+    graph = memopt.analyze(plain, inputs, autocast="bfloat16")
+    regions = [region for region in memopt.regions(graph) if region in REGIONS]
+    with cpu_engine(), torch.autocast("cpu", torch.bfloat16):
+        model = copy.deepcopy(plain)
+        handle = memopt.apply(model, memopt.plan(graph, **offload(*regions), **(recompute(*more) if more else {})))
         freed = held_after_forward(plain, inputs) - held_after_forward(model, inputs)
         assert freed == account(handle.plan).net_freed_bytes
         assert_exact(plain, model, inputs)
