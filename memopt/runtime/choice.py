@@ -28,6 +28,10 @@ class Choice:
 
     def swaps(self, tensor: torch.Tensor) -> bool:
         """Decide on one saved tensor."""
+        return self.passes(tensor) and kind_of(tensor, *self._storages) is Kind.ACTIVATION
+
+    def passes(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor may be swapped and the policy is for it, be it a parameter or not."""
         if self._keeps_all or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
             return False
         if tensor.device != self._device or is_odd(tensor):
@@ -35,7 +39,7 @@ class Choice:
         if (answer := self._policy(tensor)) not in SWAPS:
             _check_answer(answer)
             return False
-        return kind_of(tensor, *self._storages) is Kind.ACTIVATION
+        return True
 
     @cached_property
     def _storages(self) -> tuple[frozenset[int], frozenset[int]]:

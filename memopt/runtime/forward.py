@@ -16,7 +16,6 @@ from memopt.runtime.choice import Choice
 from memopt.runtime.contract import refuse_compile
 from memopt.runtime.engine import engine_of
 from memopt.runtime.group import Group
-from memopt.runtime.handles import unpack
 from memopt.runtime.module_state import link, state_of
 from memopt.runtime.parts import PartsGroup
 from memopt.runtime.region import Region, method_region, previous_of, region_of
@@ -86,7 +85,7 @@ def _run(
     try:
         with (
             lesson.watching(module) if lesson else nullcontext(),
-            torch.autograd.graph.saved_tensors_hooks(group.pack, unpack),
+            torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack),
         ):
             output = forward(*args, **kwargs)
     finally:

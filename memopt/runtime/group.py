@@ -2,21 +2,18 @@
 
 import threading
 import weakref
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from memopt.runtime.choice import Choice
 from memopt.runtime.counters import Counters
 from memopt.runtime.engine import Engine
-from memopt.runtime.handles import Hooks, Kept, Swapped
+from memopt.runtime.handles import Hooks, Kept, Swapped, unpack
 from memopt.runtime.region import Region
 from memopt.runtime.roles import Lesson, Table
 from memopt.runtime.slot import Slot
 from memopt.tensors import storage_key
-
-if TYPE_CHECKING:
-    from memopt.runtime.recipe import Recipe
 
 
 class Group:
@@ -59,7 +56,7 @@ class Group:
         """The region's module."""
         return self._region.fqn
 
-    def pack(self, tensor: torch.Tensor) -> "Kept | Swapped | Recipe":
+    def pack(self, tensor: torch.Tensor) -> Any:
         """Decide on one saved tensor: the hook that autograd calls in the region's forward."""
         handle = self._swapped(tensor) if self._swaps(tensor) else Kept(self, tensor, self._outer)
         if self._lesson:
@@ -67,6 +64,10 @@ class Group:
         else:
             self._follow(tensor)
         return handle
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """Return what a handle stands for: the hook that autograd calls in backward."""
+        return unpack(handle)
 
     def learned(self, table: Table) -> Table:
         """Return what further calls know of this one's saves."""

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from memopt.ir.regions import Save, regions_in
+from memopt.operands import PLAIN
 from memopt.runtime.group import Group
-from memopt.runtime.handles import Kept, Swapped
+from memopt.runtime.handles import Kept, Swapped, check_version
 from memopt.runtime.recipe import Recipe
 from memopt.runtime.replay.outputs import Output
 from memopt.runtime.roles import Move, Table
@@ -17,6 +18,8 @@ from memopt.runtime.slot import Slot
 from memopt.tensors import cast_source, storage_key
 
 Handle = Kept | Swapped | Recipe
+Stayed = tuple[torch.Tensor, int]
+"""A saved tensor that stays on the device, and the version that was saved; without its graph, as in `Kept`."""
 
 
 class _Note(NamedTuple):
@@ -54,7 +57,7 @@ class PartsGroup(Group):
         """Note a tensor that can be made again: whoever saves it gets a recipe."""
         self._outputs[output.storage] = output
 
-    def pack(self, tensor: torch.Tensor) -> Handle:
+    def pack(self, tensor: torch.Tensor) -> Handle | Stayed:
         """Decide on one saved tensor: the hook that autograd calls in the layer's forward."""
         handle: Handle | None = self._recipe(tensor) if self._outputs else None
         if self._lesson:
@@ -65,6 +68,15 @@ class PartsGroup(Group):
             return handle
         position, self._position = self._position, self._position + 1
         return handle or self._by_position(tensor, position)
+
+    def unpack(self, packed: Handle | Stayed) -> torch.Tensor:
+        """Return what stands for a saved tensor: the hook that autograd calls in backward."""
+        if not isinstance(packed, tuple):
+            return packed.unpack()
+        self.reach()
+        tensor, version = packed
+        check_version(self, tensor, version, tensor.shape)
+        return tensor
 
     def learned(self, table: Table) -> Table:
         """Return a table with what becomes of each save, and do so with the saves of this call."""
@@ -89,12 +101,18 @@ class PartsGroup(Group):
             return Kept(self, tensor, self._outer)
         return Swapped(self, tensor, Slot(self.engine, tensor))
 
-    def _by_position(self, tensor: torch.Tensor, position: int) -> Handle:
+    def _by_position(self, tensor: torch.Tensor, position: int) -> Handle | Stayed:
         assert self._choice is not None
         move = self._move_at(tensor, position)
-        if move is Move.STAY or not self._choice.swaps(tensor):
-            return Kept(self, tensor, self._outer)
+        if move is Move.STAY or not self._choice.passes(tensor):  # that it is no parameter was seen when it was learned
+            return self._stayed(tensor)
         return Swapped(self, tensor, self._slot(tensor, gathers=move is Move.GATHER))
+
+    def _stayed(self, tensor: torch.Tensor) -> Kept | Stayed:
+        """Return what holds a tensor that stays: most of a layer's saves do, and have nothing but a version to check."""
+        if self._outer is not None or type(tensor) not in PLAIN:
+            return Kept(self, tensor, self._outer)
+        return tensor if type(tensor) is not torch.Tensor else tensor.detach(), tensor._version
 
     def _move_at(self, tensor: torch.Tensor, position: int) -> Move:
         """Return what was learned for a position; only where something is to move it must be what was learned."""
