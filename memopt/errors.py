@@ -197,6 +197,16 @@ class GraphCompileError(MemoptError, AssertionError):
         super().__init__(f"{fqn!r} {what}")
 
 
+class GraphCaptureError(MemoptError, RuntimeError):
+    """A CUDA graph was to be captured of what needs host memory first."""
+
+    def __init__(self, num_bytes: int) -> None:
+        super().__init__(
+            f"{num_bytes} bytes of pinned host memory would have to be allocated within a capture; run some steps with the "
+            "same shapes on a side stream before it, as torch.cuda.graph asks for, and set max_inflight"
+        )
+
+
 class SavedTensorModifiedError(MemoptError, RuntimeError):
     """A tensor was written to in place before backward needed it; torch's own check is off under hooks."""
 

@@ -10,10 +10,11 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from memopt.errors import GraphCaptureError
 from memopt.runtime.backends import Backend, Event, backend_for
 from memopt.runtime.counters import Counters
 from memopt.runtime.host_memory import available_host_bytes
-from memopt.runtime.pool import HostPool
+from memopt.runtime.pool import Block, HostPool
 from memopt.runtime.slot import Leftover, Slot, State
 from memopt.units import format_bytes
 
@@ -36,6 +37,8 @@ class Engine:
         self.shared: WeakValueDictionary[tuple[int, int], Slot] = WeakValueDictionary()
         """The slots that any region may share, by (storage, version): while one lives, its storage's identity is taken."""
         self._pending: deque[Leftover] = deque()
+        self._captured: list[Block] = []
+        """Host memory that belongs to CUDA graphs."""
         self._leaving: deque[tuple[Event, int, list[weakref.ref[Slot]]]] = deque()
         self._leaving_bytes = 0
         self._in_flight_bytes = in_flight_bytes
@@ -65,6 +68,7 @@ class Engine:
             for slot in slots:
                 if slot.state is State.OFFLOADING:
                     slot.state = State.STAYING
+                    self._join(slot.event)
                 elif slot.state is State.HOST:
                     coming.append(slot)
             if coming:
@@ -91,16 +95,36 @@ class Engine:
         with self._lock:
             while self.leftovers:
                 self._pending.append(self.leftovers.popleft())
-            while self._pending and ((event := self._pending[0].event) is None or event.done()):
+            while self._pending and ((event := self._pending[0].event) is None or self._join(event) or event.done()):
                 left = self._pending.popleft()
                 if left.host is not None:
-                    self.pool.give(left.host)
+                    self._give(left.host, event)
 
     def finish(self) -> None:
         """Wait for every copy that is on its way out and collect."""
         with self._lock:
             self._settle(0)
             self.collect()
+
+    def _join(self, event: Event | None) -> bool:
+        """Within a capture make the computation wait for a copy: all that was captured must come together in the end."""
+        if event is None or not event.is_captured or not self.backend.is_capturing():
+            return False
+        self.backend.release_after(event)
+        return True
+
+    def _give(self, block: Block, event: Event | None) -> None:
+        """Give a block back to the pool, or never, if a graph will write to it each time that it runs."""
+        if event is not None and event.is_captured:
+            self._captured.append(block)
+        else:
+            self.pool.give(block)
+
+    def _take(self, num_bytes: int) -> Block | None:
+        """Return host memory; raises a GraphCaptureError where it would have to be allocated within a capture."""
+        if self.backend.is_capturing() and not self.pool.has(num_bytes):
+            raise GraphCaptureError(num_bytes)
+        return self.pool.take(num_bytes)
 
     def _can_leave(self, slot: Slot) -> bool:
         """Take host memory for a slot that is still to be copied out."""
@@ -110,7 +134,7 @@ class Engine:
         if slot.device._version != slot.version:
             slot.state, slot.device = State.STALE, None
             return False
-        slot.host = self.pool.take(slot.num_bytes)
+        slot.host = self._take(slot.num_bytes)
         if slot.host is None and not self._warned:
             self._warned = True
             warnings.warn(

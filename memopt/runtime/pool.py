@@ -79,13 +79,17 @@ class HostPool:
         self.num_hits = self.num_misses = 0
         self.peak_bytes = self.in_use_bytes
 
+    def has(self, num_bytes: int) -> bool:
+        """Tell whether a block can be had without new memory."""
+        return bool(self._waiting.get(num_bytes)) or self._find(_aligned(num_bytes))[0] >= 0
+
     def give(self, block: Block) -> None:
         """Take a block back."""
         self._waiting.setdefault(len(block.memory), []).append(block)
         self.in_use_bytes -= block.size
 
     def _cut(self, num_bytes: int) -> Block | None:
-        size = -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        size = _aligned(num_bytes)
         slab, gap = self._find(size)
         if slab < 0 and self._waiting:
             self._join_waiting()
@@ -136,3 +140,7 @@ class HostPool:
         self._gaps.append([(0, num_bytes)])
         self.held_bytes += num_bytes
         return True
+
+
+def _aligned(num_bytes: int) -> int:
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

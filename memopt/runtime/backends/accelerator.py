@@ -14,10 +14,23 @@ class StreamEvent:
 
     native: torch.Event
     origin: torch.Stream
+    is_captured: bool = False
+    """Whether it is a node of a CUDA graph: nobody can ask it then whether it has passed."""
 
     def done(self) -> bool:
-        """Tell whether the device has passed the event."""
+        """Tell whether the device has passed the event.
+
+        Within a capture nothing that was captured has; what was before has, for a capture begins with a synchronisation.
+        """
+        if self.is_captured or is_capturing(self.origin.device):
+            return not (self.is_captured and is_capturing(self.origin.device))
         return self.native.query()
+
+
+def is_capturing(device: torch.device) -> bool:
+    """Tell whether the current stream of a device is being captured into a graph."""
+    module = torch.get_device_module(device)
+    return bool(getattr(module, "is_current_stream_capturing", bool)())
 
 
 class AcceleratorBackend:
@@ -70,4 +83,8 @@ class AcceleratorBackend:
         sources, targets = zip(*copies, strict=True)
         with stream:
             torch._foreach_copy_(targets, sources, non_blocking=True)
-        return StreamEvent(stream.record_event(), origin)
+        return StreamEvent(stream.record_event(), origin, is_capturing(self.device))
+
+    def is_capturing(self) -> bool:
+        """Tell whether the current stream is being captured into a graph."""
+        return is_capturing(self.device)

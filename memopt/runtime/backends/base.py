@@ -12,6 +12,10 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 class Event(Protocol):
     """The end of one batch of copies."""
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether they are a part of a graph that runs again and again, from and to the same memory."""
+
     def done(self) -> bool:
         """Tell, without waiting, whether the copies have ended."""
 
@@ -37,6 +41,9 @@ class Backend(Protocol):
 
     def wait(self, event: Event, target: torch.Tensor) -> None:
         """Make what the caller computes from now on wait for the copy into a tensor."""
+
+    def is_capturing(self) -> bool:
+        """Tell whether what is issued now is captured into a graph instead of run."""
 
     def release_after(self, event: Event) -> None:
         """Make memory that a copy-out read from safe to be used again by the computation that made it."""

@@ -19,6 +19,8 @@ STOP_TIMEOUT_S = 10.0
 class ThreadEvent:
     """One batch of copies by a worker thread, and its end."""
 
+    is_captured = False
+
     def __init__(self, copies: Copies, after: Sequence[Event]) -> None:
         self._copies, self._after = copies, after
         self._flag = threading.Event()
@@ -79,6 +81,10 @@ class CpuBackend:
     def copy_in(self, copies: Copies, after: Sequence[Event]) -> ThreadEvent:
         """Queue a batch for the copy-in worker."""
         return self._submit(self._workers[1], copies, after)
+
+    def is_capturing(self) -> bool:
+        """Return False: there are no graphs."""
+        return False
 
     def here(self) -> int:
         """Return 0: whoever waits blocks, and then the copy has ended for all."""

@@ -74,7 +74,10 @@ class NumpyStream(RandomStream):
 def torch_streams() -> tuple[Any, ...]:
     """Return how far torch's global generators have come, cheaply: to compare, not to set."""
     device = torch.accelerator.current_accelerator()
-    generators = getattr(torch.get_device_module(device), "default_generators", ()) if device is not None else ()
+    module = None if device is None else torch.get_device_module(device)
+    if module is None or getattr(module, "is_current_stream_capturing", bool)():  # a graph's numbers are drawn later
+        return (torch.get_rng_state().numpy().tobytes(),)
+    generators = getattr(module, "default_generators", ())
     return torch.get_rng_state().numpy().tobytes(), *(generator.get_offset() for generator in generators)
 
 
