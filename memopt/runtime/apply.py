@@ -28,7 +28,7 @@ class Rewriting:
     """Of the modules that it rewrote; they can still be read when it is undone."""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self.plan.decisions)} modules of {type(self.model).__name__}>"
+        return f"<{type(self).__name__} of {len(self.counters)} modules of {type(self.model).__name__}>"
 
     def stats(self) -> Stats:
         """Return what was registered, copied and replayed since the plan came into effect.
