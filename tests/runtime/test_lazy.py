@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import memopt
-from memopt.errors import IncompatibleError, NoSelfAttentionError
+from memopt.errors import IncompatibleError, NoSelfAttentionError, RequestError
 from memopt.ir import account
 from tests import models
-from tests.runtime.offloads import PARADIGM, offload
+from tests.runtime.offloads import PARADIGM, offload, recompute
 from tests.runtime.steps import SWAP, assert_equal_steps, step
 
 
@@ -122,3 +122,25 @@ def test_what_is_marked_stays():
     assert copied() < plain
     marking.remove()
     assert copied() == plain
+
+
+@pytest.mark.parametrize("config", [offload("expert_fc1"), offload("module:*.experts"), recompute("moe_act")])
+def test_what_the_model_does_not_have_shows_in_the_first_forward(config):
+    model, inputs = models.llama(), models.batch(seq_length=16)
+    handle = memopt.apply(model, config)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="the model waits for another forward until handle.undo()"):
+            model(**inputs)
+    handle.undo()
+    model(**inputs)
+
+
+@pytest.mark.parametrize("config", [offload("core_attn"), recompute("layernorm"), recompute("mlp")])
+def test_checkpointing_of_transformers_is_named(config):
+    """It was said that activation_swap excludes it, which nobody had asked for."""
+    model, inputs = models.llama(), models.batch(seq_length=16)
+    plan = memopt.plan(memopt.analyze(model, inputs), **config)
+    model.gradient_checkpointing_enable()
+    for what, given in ((config, None), (config, inputs), (plan, None)):
+        with pytest.raises(IncompatibleError, match="call model.gradient_checkpointing_disable"):
+            memopt.apply(model, what, given)
