@@ -23,8 +23,10 @@ from memopt.errors import (
     IllegalValueError,
     NoLayerContainerError,
     NoSelfAttentionError,
+    NothingOfThatKindError,
     NothingToCheckpointError,
     RequestError,
+    UnmatchedPatternError,
 )
 from memopt.ir import ModuleGraph, Plan
 from memopt.passes import Pass, Pipeline, make_pass
@@ -42,6 +44,8 @@ from memopt.runtime import undo as undo_rewriting
 __all__ = ["analyze", "apply", "plan", "undo"]
 
 AnyConfig = Config | Mapping[str, Any]
+_UNFIT = (NoLayerContainerError, NothingToCheckpointError, NothingOfThatKindError, UnmatchedPatternError)
+"""What is wrong with a configuration for this model, and shows only when it was traced."""
 _LEGAL = "a mapping like {'activation_swap': 'attention'} or a memopt.Config"
 
 
@@ -111,7 +115,7 @@ def _apply_in_forward(config: Config, model: nn.Module, args: tuple[Any, ...], k
         autocast = str(torch.get_autocast_dtype(device)).removeprefix("torch.")
     try:
         return _trace_and_apply(config, model, (args, kwargs), autocast=autocast)
-    except (NoLayerContainerError, NothingToCheckpointError) as error:
+    except _UNFIT as error:
         error.args = (f"{error}: the model waits for another forward until handle.undo() or memopt.undo(model)",)
         raise
 
@@ -123,7 +127,9 @@ def _trace_and_apply(config: Config, model: nn.Module, inputs: Any, *, autocast:
 
 
 def _check(config: Config, model: nn.Module) -> None:
-    check_rewritable(model, swaps=config.activation_checkpoint == "off", compiles=config.enable_compile)
+    parts = bool(config.activation_offload or config.recompute)
+    swaps = config.activation_checkpoint == "off"
+    check_rewritable(model, swaps=swaps, compiles=config.enable_compile, parts=parts)
 
 
 def _config(config: AnyConfig | None, options: Mapping[str, Any], *, legal: str = _LEGAL) -> Config:

@@ -88,10 +88,12 @@ OFFLOAD_AND_CHECKPOINT = (
 """What an IncompatibleError says where passes ask for both."""
 
 
-CHECKPOINT_TWICE = (
-    "activation_checkpoint is incompatible with transformers' own gradient checkpointing; "
+_OWN_CHECKPOINTING = (
+    "incompatible with transformers' own gradient checkpointing; "
     "call model.gradient_checkpointing_disable() first, or leave gradient_checkpointing out of the TrainingArguments"
 )
+CHECKPOINT_TWICE = f"activation_checkpoint is {_OWN_CHECKPOINTING}"
+PARTS_AND_CHECKPOINT = f"offload and recompute of parts of layers are {_OWN_CHECKPOINTING}"
 
 
 class NoSelfAttentionError(MemoptError):

@@ -7,6 +7,7 @@ import pytest
 
 import memopt
 from memopt.cli.analyze import app
+from memopt.cli.apply import app as apply_app
 from memopt.cli.run import run
 from tests import models
 
@@ -24,6 +25,24 @@ def test_the_head_of_a_checkpoint_is_the_real_one(capfd):
     assert run(app, asked.split()) == 0
     head = capfd.readouterr().out.partition("\n\n")[0]
     assert f"$ memopt-analyze {asked}\n{head}\n..." in README
+
+
+def test_the_offload_report_is_the_real_one(capfd):
+    """All of it but the sections that the README says it leaves out."""
+    asked = "qwen3-30b-a3b --seq-length 4096 --offload core_attn,attn_proj,expert_fc1 --recompute layernorm,moe_act"
+    assert f"memopt-analyze {asked}\n" in README
+    assert run(app, asked.split()) == 0
+    head, *sections = re.split(r"\n(?=[A-Z][a-z ]+ ─{5})", capfd.readouterr().out)
+    shown = [text for text in sections if text.startswith(("Totals", "Offload", "Recompute", "What stays"))]
+    assert "```text\n" + "\n".join([head, *shown]) + "```" in README
+
+
+def test_the_configuration_of_the_offload_is_applied(capfd, tmp_path):
+    path = tmp_path / "memopt.yaml"
+    path.write_text(re.search(r"```yaml\n(.*?)```", README, re.DOTALL)[1])
+    assert run(apply_app, ["tiny-qwen3-moe", "--config", str(path), "--device", "cpu"]) == 0
+    counted = capfd.readouterr().out.partition("all steps")[2].partition("\n\n-")[0]
+    assert f"all steps{counted}" in README
 
 
 @pytest.mark.parametrize("number", range(len(SNIPPETS)))

@@ -12,6 +12,7 @@ from memopt.cli.models import positions_of
 from memopt.cli.training import Run, snapshot, train
 from memopt.cli.verify import Copies, Difference, compare, copy_faults, nearest, replay_faults, training_faults
 from memopt.ir import Plan, PlanAccount, TraceInput, account
+from memopt.report import offloads_nothing
 
 if TYPE_CHECKING:
     from memopt.runtime import Stats
@@ -122,7 +123,7 @@ def _run_with_plan(trial: Trial, start: Mapping[str, Any]) -> "tuple[Run, Stats]
 def _contradictions(trial: Trial, totals: PlanAccount, stats: "Stats") -> list[str]:
     """Return why equal results do not prove the plan."""
     if _does_nothing(totals):
-        return [f"{_NOTHING}, so that equal results prove nothing"]
+        return [f"{offloads_nothing(totals) or _NOTHING}, so that equal results prove nothing"]
     return [
         *copy_faults(totals, _copies(trial, totals, stats)),
         *replay_faults(totals, stats.replayed_calls),
@@ -184,7 +185,9 @@ def _notes(trial: Trial, totals: PlanAccount, baselines: Sequence[Run], planned:
     if baselines and planned.any_nan and baselines[0].any_nan:
         notes.append("the loss is NaN in both runs")
     if not baselines and _does_nothing(totals):
-        notes.append(_NOTHING)
+        notes.append(offloads_nothing(totals) or _NOTHING)
+    if not _does_nothing(totals) and (why := offloads_nothing(totals)):
+        notes.append(why)
     if differing := input_differences(trial.plan.graph.input, trial.input):
         notes.append(
             f"the plan was made for another input ({'; '.join(differing)}): "

@@ -11,6 +11,8 @@ from memopt.ir.region_groups import Entry, Seen
 from memopt.ir.region_search import region_layers
 
 NO_REGION = "in no region"
+UNDER = "under "
+"""What the reason begins with of what has fewer elements than are asked for."""
 _Geometry = tuple[object, ...]
 
 
@@ -65,11 +67,11 @@ class Fates:
         """Return why a save alone would stay, empty where it would move."""
         if entry.tensor is not None and entry.tensor.kind is not Kind.ACTIVATION:
             return entry.tensor.kind.value
-        if self._numel(entry) < self._settings.min_tensor_elements:
-            return f"under {self._settings.min_tensor_elements:,} elements"
         decision = self._plan.decisions.get(entry.group) if entry.group.region else None
         if decision is None:
             return f"{entry.group.region} is not offloaded" if entry.group.region else NO_REGION
+        if self._numel(entry) < self._settings.min_tensor_elements:
+            return f"{UNDER}{self._settings.min_tensor_elements:,} elements"
         return "" if decision.action is Action.SWAP else decision.why.partition(":")[0]
 
     def _numel(self, entry: Entry) -> int:
@@ -92,7 +94,7 @@ class Fates:
     def _through(self, offender: Entry, why: str) -> str:
         """Return why a storage stays of which another save does."""
         alone = offender.tensor is not None and offender.tensor.kind is not Kind.ACTIVATION
-        if alone or why.startswith("under "):
+        if alone or why.startswith(UNDER):
             return why
         return f"also saved by {offender.group.region or 'what is ' + NO_REGION}, which stays"
 

@@ -1,6 +1,7 @@
 """Plans and regions as people read them: pure functions from a plan or a graph to rich renderables or plain values."""
 
 from memopt.report.notes import notes_of
+from memopt.report.offload import offloads_nothing
 from memopt.report.page import plan_report
 from memopt.report.regions import regions_report, regions_values
 from memopt.report.render import WIDTH, rendered, rendered_html, rendered_svg
@@ -9,6 +10,7 @@ from memopt.report.summary import plan_summary
 __all__ = [
     "WIDTH",
     "notes_of",
+    "offloads_nothing",
     "plan_report",
     "plan_summary",
     "regions_report",

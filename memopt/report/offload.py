@@ -9,12 +9,14 @@ from rich.console import RenderableType
 from rich.table import Table
 
 from memopt.ir import Action, GroupAccount, LayerShare, OffloadAccount, PlanAccount, RecipeAccount, group_name
-from memopt.ir.offload_rules import MARGIN
+from memopt.ir.offload_fates import UNDER
+from memopt.ir.offload_rules import FRACTION, MARGIN, PIPELINE
 from memopt.report.folding import folded_name, split_number
 from memopt.report.recompute import repeated_text
 from memopt.units import count_noun, format_bytes, format_flops, mib_text
 
 _THERE_ANYWAY = ("parameter", "buffer")
+_RULES = {PIPELINE: "pp_rank_delta_bytes", FRACTION: "fraction"}
 
 
 @dataclass(slots=True)
@@ -86,7 +88,18 @@ def why_nothing(account: OffloadAccount) -> str:
     """Return for what reason most of the groups' bytes stay."""
     kept = [item for row in region_rows(account.groups) for item in row.kept.items()]
     reason = max(kept, key=lambda item: item[1])[0] if kept else "nothing is saved in these groups"
-    return f"all that could be is {MARGIN}, and margin: 0 offloads it" if reason == MARGIN else reason
+    if reason == MARGIN:
+        return f"all that could be is {MARGIN}, and margin: 0 offloads it"
+    if reason.startswith(UNDER):
+        return f"most of what could be is {reason}, and a smaller min_tensor_elements offloads that"
+    return f"most of what could be stays by {_RULES[reason]}" if reason in _RULES else reason
+
+
+def offloads_nothing(totals: PlanAccount) -> str:
+    """Return why a plan that is to offload moves nothing; empty if it moves something, or is not asked to."""
+    if not totals.offload or not totals.offload.groups or totals.offload.moved_bytes:
+        return ""
+    return f"nothing is offloaded: {why_nothing(totals.offload)}"
 
 
 def offload_sums(totals: PlanAccount, account: OffloadAccount) -> Iterator[tuple[str, str, str]]:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from memopt.errors import PlanMismatchError, RewriteError
-from memopt.ir import Action, Plan
+from memopt.ir import RECIPE, Action, Plan
 from memopt.runtime.contract import check_rewritable, preserved
 from memopt.runtime.counters import Counters, Stats, summed
 from memopt.runtime.engine import engine_of
@@ -28,7 +28,7 @@ class Rewriting:
     """Of the modules that it rewrote; they can still be read when it is undone."""
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self.plan.decisions)} modules of {type(self.model).__name__}>"
+        return f"<{type(self).__name__} of {len(self.counters)} modules of {type(self.model).__name__}>"
 
     def stats(self) -> Stats:
         """Return what was registered, copied and replayed since the plan came into effect.
@@ -62,7 +62,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
     decisions = plan.decisions.values()
     if not any(map(region_of, model.modules())):  # before the names are compared: a compiled model has others
         swaps = any(decision.action is not Action.RECOMPUTE for decision in decisions)
-        check_rewritable(model, swaps=swaps, compiles=any(decision.compiles for decision in decisions))
+        parts = plan.offload is not None or any(decision.route == RECIPE for decision in decisions)
+        check_rewritable(model, swaps=swaps, compiles=any(d.compiles for d in decisions), parts=parts)
     regions = _regions(model, plan)
     chain = [model.get_submodule(fqn) for fqn in plan.prefetch_chain]
     previous: dict[nn.Module, nn.Module | None] = dict(zip(chain, (None, *chain), strict=False))

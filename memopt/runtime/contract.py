@@ -11,6 +11,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from memopt.errors import (
     CHECKPOINT_TWICE,
+    PARTS_AND_CHECKPOINT,
     SWAP_AND_CHECKPOINT,
     GraphCompileError,
     IllegalValueError,
@@ -25,11 +26,11 @@ def check_is_module(model: object) -> None:
         raise IllegalValueError("model", type(model).__name__, "a torch.nn.Module")
 
 
-def check_rewritable(model: nn.Module, *, swaps: bool = True, compiles: bool = False) -> None:
+def check_rewritable(model: nn.Module, *, swaps: bool = True, compiles: bool = False, parts: bool = False) -> None:
     """Raise an error for a model that is compiled, or that has gradient checkpointing on.
 
     GraphCompileError for what runs eagerly only, RewriteError for what may be compiled, but afterwards; and
-    IncompatibleError.
+    IncompatibleError, which says whether all of a module or `parts` of layers are decided on.
     """
     if isinstance(model, OptimizedModule | torch.jit.ScriptModule):
         _refuse_compiled(type(model).__name__, swaps=swaps, compiles=compiles)
@@ -37,7 +38,8 @@ def check_rewritable(model: nn.Module, *, swaps: bool = True, compiles: bool = F
         if getattr(module, "_compiled_call_impl", None) is not None:
             _refuse_compiled(fqn or type(model).__name__, swaps=swaps, compiles=compiles)
         if getattr(module, "gradient_checkpointing", False):
-            raise IncompatibleError(SWAP_AND_CHECKPOINT if swaps else CHECKPOINT_TWICE)
+            whole = SWAP_AND_CHECKPOINT if swaps else CHECKPOINT_TWICE
+            raise IncompatibleError(PARTS_AND_CHECKPOINT if parts else whole)
 
 
 def _refuse_compiled(name: str, *, swaps: bool, compiles: bool) -> None:

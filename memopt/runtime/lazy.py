@@ -11,6 +11,7 @@ from memopt.ir import Plan
 from memopt.runtime.apply import Rewriting, undo
 from memopt.runtime.contract import refuse_compile
 from memopt.runtime.counters import Stats, summed
+from memopt.runtime.pool import PoolStats
 
 Rewrite = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Rewriting]
 
@@ -50,6 +51,15 @@ class PendingRewriting:
     def stats(self) -> Stats:
         """Return what was registered, copied and replayed since the plan came into effect, but for compiled calls."""
         return self.hook.rewriting.stats() if self.hook.rewriting else summed(())
+
+    def pool_stats(self) -> dict[torch.device, PoolStats]:
+        """Return, for each device of the model, what was asked of its host memory; nothing before the first forward."""
+        return self.hook.rewriting.pool_stats() if self.hook.rewriting else {}
+
+    def reset_pool_stats(self) -> None:
+        """Count hits, misses and the peak from now on."""
+        if self.hook.rewriting:
+            self.hook.rewriting.reset_pool_stats()
 
     def undo(self) -> None:
         """Give every rewritten module its own class back, or stop waiting."""
