@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -34,8 +35,9 @@ class Engine:
         self.backend = backend
         self.pool = HostPool(backend.allocate_host, cap_bytes=cap_bytes, slab_bytes=backend.slab_bytes)
         self.leftovers: deque[Leftover] = deque()
-        self.shared: WeakValueDictionary[tuple[int, int], Slot] = WeakValueDictionary()
-        """The slots that any region may share, by (storage, version): while one lives, its storage's identity is taken."""
+        self.shared: WeakValueDictionary[tuple[Any, ...], Slot] = WeakValueDictionary()
+        """The slots that any region may share, by (storage, version) and, of a gathered view, geometry: while one lives,
+        its storage's identity is taken."""
         self._pending: deque[Leftover] = deque()
         self._captured: list[Block] = []
         """Host memory that belongs to CUDA graphs."""

@@ -3,6 +3,7 @@
 import threading
 import weakref
 from collections import Counter
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -24,8 +25,8 @@ class ModuleState:
         self.counters = Counters()
         self.groups: list[weakref.ref[Group]] = []
         self.tables: dict[Signature, Table] = {}
-        self.sizes: tuple[Signature, dict[str, int]] | None = None
-        """Of a layer of parts: in the last call that learned, what would move of each part in bytes."""
+        self.sizes: tuple[Signature, dict[str, dict[Any, int]]] | None = None
+        """Of a layer of parts: what would move of each part, by storage, if it has learned since the last decision."""
         self.swapped: dict[Signature, frozenset[str]] = {}
         """Of a layer of parts: which are swapped, where a signature has another answer than the plan."""
         self._misfits: Counter[Signature] = Counter()

@@ -1,7 +1,7 @@
 """The saves of a layer of which some named parts are swapped, and of parts that are recomputed only recipes are kept."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -12,6 +12,7 @@ from memopt.operands import PLAIN
 from memopt.runtime.group import Group
 from memopt.runtime.handles import Kept, Swapped, check_version
 from memopt.runtime.recipe import Recipe
+from memopt.runtime.replan import WHOLE, Sizes
 from memopt.runtime.replay.outputs import Output
 from memopt.runtime.roles import Move, Table
 from memopt.runtime.slot import Slot
@@ -47,8 +48,8 @@ class PartsGroup(Group):
     def __init__(self, *args: Any, swapped: frozenset[str], **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._swapped_parts = swapped
-        self.sizes: dict[str, int] = {}
-        """What a call that learns would move of each part that is decided on, in bytes."""
+        self.sizes: dict[str, Sizes] = {}
+        """What a call that learns would move of each part that is decided on."""
         self._notes: list[_Note] = []
         self._outputs: dict[int, Output] = {}
         self._watches_casts = any(map(torch.is_autocast_enabled, {"cpu", self.engine.backend.device.type}))
@@ -126,17 +127,17 @@ class PartsGroup(Group):
 
     def _slot(self, tensor: torch.Tensor, *, gathers: bool) -> Slot:
         """Return the slot of a tensor's storage at its version, shared with whoever has saved it before."""
-        storage, version = storage_key(tensor), tensor._version
-        key = (storage, version, *_geometry(tensor)) if gathers else (storage, version)
+        whole = storage_key(tensor), tensor._version
+        key = (*whole, *_geometry(tensor)) if gathers else whole
         slot = self._known.get(key)
-        if slot is None and not gathers:
-            slot = self.engine.shared.get((storage, version))
+        if slot is None and gathers and whole in self.engine.shared:
+            return self._slot(tensor, gathers=False)
         if slot is None:
-            slot = Slot(self.engine, tensor, gathers=gathers)
+            slot = self.engine.shared.get(key)
+        if slot is None:
+            slot = self.engine.shared[key] = Slot(self.engine, tensor, gathers=gathers)
             self.counters.registered_tensors += 1
             self.counters.registered_bytes += slot.num_bytes
-            if not gathers:
-                self.engine.shared[storage, version] = slot
         if key not in self._known:
             self._known[key] = slot
             self._slots.append(weakref.ref(slot))
@@ -181,8 +182,8 @@ class PartsGroup(Group):
             parts = {names[n] for n in positions}
             if "" in parts or any(self._notes[n].tensor is None for n in positions):
                 continue
-            move, num_bytes = _way([self._notes[n] for n in positions])
-            self.sizes[names[positions[0]]] = self.sizes.get(names[positions[0]], 0) + num_bytes
+            move, copies = _way([self._notes[n] for n in positions])
+            self.sizes.setdefault(names[positions[0]], {}).update(copies)
             if parts <= self._swapped_parts:
                 for n in positions:
                     moves[n] = move
@@ -202,12 +203,12 @@ class PartsGroup(Group):
         return storages.values()
 
 
-def _way(notes: Iterable[_Note]) -> tuple[Move, int]:
-    """Return how a storage goes, and its bytes then: as it is, if what is saved of it is at least half of it."""
-    notes = tuple(notes)
-    views = sum({note.geometry: note.num_bytes for note in notes}.values())
-    if 2 * views >= notes[0].storage_bytes:
-        return Move.WHOLE, notes[0].storage_bytes
+def _way(notes: Sequence[_Note]) -> tuple[Move, Sizes]:
+    """Return how a storage goes, and its copies then: as it is, if what is saved of it is at least half of it."""
+    storage, storage_bytes = notes[0].storage, notes[0].storage_bytes
+    views = {(storage, note.geometry): note.num_bytes for note in notes}
+    if 2 * sum(views.values()) >= storage_bytes:
+        return Move.WHOLE, {(storage, WHOLE): storage_bytes}
     return Move.GATHER, views
 
 

@@ -4,7 +4,8 @@ The rules are the plan's own. What they need, how much each layer would move, sh
 ends; once the last layer's has, the next forward with these shapes follows the new decisions.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from torch import nn
 
@@ -14,31 +15,47 @@ from memopt.runtime.module_state import ModuleState, state_of
 from memopt.runtime.region import Region, previous_of, region_of
 from memopt.runtime.roles import Signature
 
+WHOLE: tuple[Any, ...] = ()
+"""In the place of a view's geometry: all of the storage."""
+Sizes = dict[tuple[int, tuple[Any, ...]], int]
+"""The bytes of copies by storage and view of it: what several layers save, as a mask, moves once."""
 
-def decide_anew(module: nn.Module, signature: Signature, sizes: dict[str, int]) -> None:
-    """Note what a layer would move of each part; behind the last layer, decide for all of them."""
+
+def decide_anew(module: nn.Module, signature: Signature, sizes: dict[str, Sizes]) -> None:
+    """Note what a layer would move of each part; behind the last layer, decide for all of them.
+
+    Only if all of them have learned since the last decision: what the others know is of other shapes.
+    """
     state = state_of(module)
     state.sizes = signature, sizes
     region = region_of(module)
     if region is None or region.offload is None or not region.is_last:
         return
     layers = list(_chain(module))[::-1]
-    groups = [
-        Group(layer.fqn, part, known.sizes[1].get(part, 0))
-        for layer, known in layers
-        if known.sizes is not None
-        for part in layer.offloadable
-    ]
+    learned = [(layer, known.sizes[1]) for layer, known in layers if known.sizes]
+    if len(learned) < len(layers):
+        return
+    groups = list(_groups(learned))
     kept = {groups[n][:2] for n in kept_groups(groups, region.offload)}
     for layer, known in layers:
         _follow(known, frozenset(part for part in layer.offloadable if (layer.fqn, part) not in kept), layer)
 
 
+def _groups(layers: Iterable[tuple[Region, dict[str, Sizes]]]) -> Iterator[Group]:
+    """Yield what each part of some layers would move, given in forward order, that no earlier one would."""
+    moved: set[tuple[int, tuple[Any, ...]]] = set()
+    for layer, sizes in layers:
+        for part in layer.offloadable:
+            own = sizes.get(part, {})
+            new = (size for copy, size in own.items() if copy not in moved and (copy[0], WHOLE) not in moved)
+            yield Group(layer.fqn, part, sum(new))
+            moved |= own.keys()
+
+
 def _follow(state: ModuleState, swapped: frozenset[str], region: Region) -> None:
-    """Let the calls with a layer's last learned signature follow a decision."""
-    if state.sizes is None:
-        return
-    signature, sizes = state.sizes
+    """Let the calls with the signature that a layer has just learned follow a decision."""
+    assert state.sizes is not None
+    (signature, sizes), state.sizes = state.sizes, None
     present = {part for part, size in sizes.items() if size}
     if swapped & present != state.swapped.get(signature, region.swapped) & present:
         state.swapped[signature] = swapped
