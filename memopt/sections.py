@@ -27,7 +27,7 @@ class ActivationOffload:
     fraction: float = 1.0
     """Of the groups, how many leave; the last stay."""
     max_inflight: int | None = None
-    """How many groups may be on their way out before the computation waits for the oldest."""
+    """How many layers may be on their way out before the computation waits for the oldest."""
     pp_rank_delta_bytes: int = 0
     """Pipeline rank r keeps r times as much."""
     margin: int | Literal["auto"] = "auto"

@@ -317,7 +317,7 @@ def test_recompute_comes_before_the_offload_that_depends_on_it():
             (
                 offload("core_attn", max_inflight=value),
                 f"activation_offload.max_inflight={value!r} is not legal; "
-                "legal: null for no limit, or a whole number of groups from 0",
+                "legal: null for no limit, or a whole number of layers from 0",
             )
             for value in (-1, 1.5, False)
         ),

@@ -21,6 +21,7 @@ app = make_app(
     """    memopt-analyze qwen3-30b-a3b --swap attention
     memopt-analyze qwen3-8b --swap attention --seq-length 4096 --format json
     memopt-analyze qwen3-30b-a3b --checkpoint selective --seq-length 4096
+    memopt-analyze qwen3-30b-a3b --offload core_attn,attn_proj,expert_fc1 --recompute layernorm,moe_act
     memopt-analyze my_package.models:build --config memopt.yaml --save-plan plan.json
     memopt-analyze llama-3.1-8b --swap attention --format svg --output plan.svg
     memopt-analyze deepseek_v3.json --list-regions""",

@@ -17,6 +17,7 @@ app = make_app(
     "memopt-apply",
     """    memopt-apply tiny-qwen3-moe --swap attention
     memopt-apply tiny-qwen3-moe --checkpoint selective
+    memopt-apply tiny-qwen3-moe --recompute layernorm,moe_act
     memopt-apply tiny-qwen3-moe --plan plan.json --steps 10
     memopt-apply my_package.models:build --config memopt.yaml --device cuda --autocast bfloat16
     memopt-apply qwen3-30b-a3b --swap attention --num-layers 4 --device cuda --format json""",

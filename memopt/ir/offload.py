@@ -19,7 +19,7 @@ class Offload:
     fraction: float = 1.0
     """Of the eligible groups, how many are offloaded; later ones are dropped first."""
     max_inflight: int | None = None
-    """How many groups may be on their way out before the computation waits; 0 waits at every group."""
+    """How many layers may be on their way out before the computation waits; 0 waits at every layer."""
     pp_rank: int = 0
     pp_rank_delta_bytes: int = 0
     """Rank r keeps the first groups of r times this many bytes on the device."""

@@ -89,7 +89,7 @@ def check_margin(key: str, value: Any) -> None:
 def check_inflight(key: str, value: Any) -> None:
     """Raise an IllegalValueError unless a value is None or a number of groups."""
     if value is not None:
-        check_count(key, value, legal="null for no limit, or a whole number of groups from 0")
+        check_count(key, value, legal="null for no limit, or a whole number of layers from 0")
 
 
 def _refuse_unknown(key: str, names: Iterable[str], legal: Sequence[str], *, also: str = "") -> None:

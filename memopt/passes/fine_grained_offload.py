@@ -42,7 +42,7 @@ class FineGrainedOffload(Pass):
     fraction: float = 1.0
     """Of the groups that have something to offload, how many leave; the last stay."""
     max_inflight: int | None = None
-    """How many groups may be on their way out before the computation waits for the oldest; None is no limit."""
+    """How many layers may be on their way out before the computation waits for the oldest; None is no limit."""
     pp_rank: int = 0
     pp_rank_delta_bytes: int = 0
     """Pipeline rank r keeps the first groups up to r times as much."""
