@@ -25,3 +25,12 @@ def deterministic():
     torch.use_deterministic_algorithms(before)
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+
+
+@pytest.fixture
+def strict(deterministic):
+    """Let no kernel be used that adds in any order; of attention's, cuDNN's has no other way."""
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    yield
+    torch.backends.cuda.enable_cudnn_sdp(True)

@@ -14,10 +14,12 @@ import memopt
 from memopt.ir import account
 from memopt.ir.regions import ALL_REGIONS
 from memopt.runtime import finish_copies
+from memopt.runtime.engine import engine_of
 from tests import models
 from tests.runtime.offloads import PARADIGM, offload, recompute
 from tests.runtime.steps import assert_equal_gradients, gradients
 
+pytestmark = pytest.mark.usefixtures("strict")
 NUM_STEPS = 3
 """The first teaches each layer what becomes of its saves."""
 TINY = {"vocab_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -274,6 +276,7 @@ def test_the_peak_of_a_step_falls(name):
 def test_the_steady_state_takes_no_more_memory(name):
     device = torch.device("cuda")
     model, inputs = MODELS[name]().to(device), batch(device)
+    in_use_before = engine_of(torch.device("cuda", 0)).pool.in_use_bytes
     with applied(model, paradigm(name), inputs) as handle:
         marks = []
         for _ in range(8):
@@ -284,4 +287,4 @@ def test_the_steady_state_takes_no_more_memory(name):
             (pool,) = handle.pool_stats().values()
             marks.append((torch.cuda.memory_allocated(), pool.held_bytes, pool.in_use_bytes))
         assert len(set(marks[3:])) == 1
-        assert marks[-1][2] == 0
+        assert marks[-1][2] == in_use_before  # a graph that another test has captured keeps what it uses

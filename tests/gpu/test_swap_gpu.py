@@ -184,6 +184,7 @@ def test_microbatches_and_accumulation():
         del losses
 
 
+@pytest.mark.usefixtures("strict")
 def test_autocast_and_grad_scaler():
     plain, model = pair(models.llama)
     inputs = on_gpu(models.batch(seq_length=2048))
