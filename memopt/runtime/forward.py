@@ -89,6 +89,9 @@ def _run(
             torch.autograd.graph.saved_tensors_hooks(group.pack, unpack),
         ):
             output = forward(*args, **kwargs)
+    except BaseException:
+        group.let_go()
+        raise
     finally:
         _inside.modules.pop()
     if lesson:
