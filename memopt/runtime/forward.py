@@ -88,6 +88,9 @@ def _run(
             torch.autograd.graph.saved_tensors_hooks(group.pack, group.unpack),
         ):
             output = forward(*args, **kwargs)
+    except BaseException:
+        group.let_go()
+        raise
     finally:
         _inside.modules.pop()
     if lesson:

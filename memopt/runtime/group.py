@@ -79,10 +79,14 @@ class Group:
         Not in pack: a saved output may be filled after it is packed, and a stream switch a tensor is too dear.
         """
         self.fits_table = self.fits_table and self._position == len(self._table)
-        self._choice = self._lesson = self._outer = None
-        self._known.clear()
+        self.let_go()
         offload = self._region.offload
         self.engine.copy_out(self.slots(), self.counters, max_inflight=offload.max_inflight if offload else None)
+
+    def let_go(self) -> None:
+        """Let go of what only the forward needed; of one that fails too, as some of it may hold the graph that holds it."""
+        self._choice = self._lesson = self._outer = None
+        self._known.clear()
 
     def slots(self) -> list[Slot]:
         """Return the slots that backward still needs."""

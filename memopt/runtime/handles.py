@@ -87,7 +87,12 @@ class Swapped:
         if values.stride() == self._stride:
             return values
         with torch.no_grad(), torch.inference_mode(False):
-            return torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=values.device).copy_(values)
+            made = spot = torch.empty_strided(self._shape, self._stride, dtype=self._dtype, device=values.device)
+            for dim, (size, step) in enumerate(zip(self._shape, self._stride, strict=True)):
+                if step == 0 and size > 1:  # expanded: nothing may be copied to one place many times
+                    spot, values = spot.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+            spot.copy_(values)
+            return made
 
 
 def unpack(handle: "Kept | Swapped | Recipe") -> torch.Tensor:

@@ -90,11 +90,11 @@ class PartsGroup(Group):
             handle.move_to(self._slot(note.tensor, gathers=move is Move.GATHER))
         return tuple(replace(entry, move=move) for entry, move in zip(table, moves, strict=True))
 
-    def close(self) -> None:
-        """Start the copies of the whole layer at once, and let go of what only the forward needed."""
+    def let_go(self) -> None:
+        """Let go of what only the forward needed: an output knows its graph, which holds the group."""
         self._notes.clear()
         self._outputs.clear()
-        super().close()
+        super().let_go()
 
     def _in_lesson(self, tensor: torch.Tensor) -> Handle:
         assert self._choice is not None

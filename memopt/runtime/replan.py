@@ -4,7 +4,7 @@ The rules are the plan's own. What they need, how much each layer would move, sh
 ends; once the last layer's has, the next forward with these shapes follows the new decisions.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 from torch import nn
@@ -31,14 +31,16 @@ def decide_anew(module: nn.Module, signature: Signature, sizes: dict[str, Sizes]
     region = region_of(module)
     if region is None or region.offload is None or not region.is_last:
         return
-    layers = list(_chain(module))[::-1]
-    learned = [(layer, known.sizes[1]) for layer, known in layers if known.sizes]
-    if len(learned) < len(layers):
+    chain = list(_chain(module))[::-1]
+    layers = [(layer, known, *learned) for layer, known in chain if (learned := known.sizes)]
+    if len(layers) < len(chain):
         return
-    groups = list(_groups(learned))
+    groups = list(_groups((layer, own) for layer, _, _, own in layers))
     kept = {groups[n][:2] for n in kept_groups(groups, region.offload)}
-    for layer, known in layers:
-        _follow(known, frozenset(part for part in layer.offloadable if (layer.fqn, part) not in kept), layer)
+    for layer, known, key, own in layers:
+        known.sizes = None
+        swapped = frozenset(part for part in layer.offloadable if (layer.fqn, part) not in kept)
+        _follow(known, key, {part for part, copies in own.items() if copies}, swapped, layer.swapped)
 
 
 def _groups(layers: Iterable[tuple[Region, dict[str, Sizes]]]) -> Iterator[Group]:
@@ -52,12 +54,11 @@ def _groups(layers: Iterable[tuple[Region, dict[str, Sizes]]]) -> Iterator[Group
             moved |= own.keys()
 
 
-def _follow(state: ModuleState, swapped: frozenset[str], region: Region) -> None:
+def _follow(
+    state: ModuleState, signature: Signature, present: Set[str], swapped: frozenset[str], planned: frozenset[str]
+) -> None:
     """Let the calls with the signature that a layer has just learned follow a decision."""
-    assert state.sizes is not None
-    (signature, sizes), state.sizes = state.sizes, None
-    present = {part for part, size in sizes.items() if size}
-    if swapped & present != state.swapped.get(signature, region.swapped) & present:
+    if swapped & present != state.swapped.get(signature, planned) & present:
         state.swapped[signature] = swapped
         state.tables.pop(signature, None)  # what it says of each save is of before
 

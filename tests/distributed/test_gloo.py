@@ -7,6 +7,7 @@ import torch
 
 from tests.distributed import workers
 from tests.runtime.checkpoints import MODES
+from tests.runtime.offloads import offload, recompute
 
 
 def free_port():
@@ -28,6 +29,11 @@ def test_fsdp2(world):
 @pytest.mark.parametrize(("world", "accumulate"), [(1, False), (2, True)])
 def test_ddp(world, accumulate):
     run(world, (workers.ddp, {"accumulate": accumulate}))
+
+
+def test_ddp_offloaded():
+    asked = offload("core_attn", "attn_proj", "mlp_norm", fraction=0.8) | recompute("layernorm")
+    run(2, *((workers.ddp_offloaded, {"config": asked, "accumulate": more}) for more in (False, True)))
 
 
 @pytest.mark.parametrize("mode", MODES)

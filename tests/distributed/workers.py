@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import memopt
 from memopt.ir import CheckpointPolicy
 from memopt.runtime.engine import engine_of
-from tests import models
+from tests import models, zoo
 from tests.runtime.engines import cpu_engine, total_stats
+from tests.runtime.parts import words
 from tests.runtime.steps import SWAP
 
 NUM_STEPS = 4
@@ -125,6 +126,34 @@ def ddp(rank, world, order, accumulate):
         for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
             assert torch.equal(p.grad, q.grad), name
     assert total_stats(model).copied_out_tensors > 0
+
+
+def ddp_offloaded(rank, world, order, config, accumulate):
+    """Steps under DDP with parts of layers offloaded and recomputed, beside a model that is not rewritten."""
+    plain = DistributedDataParallel(zoo.ZOO["llama"](num_hidden_layers=3))
+    model = zoo.ZOO["llama"](num_hidden_layers=3)
+    inputs = words(12, seed=rank)
+    if order == "before":
+        handle = memopt.apply(model, config, inputs)
+    model = DistributedDataParallel(model)
+    if order == "after":
+        handle = memopt.apply(model, config, inputs)
+    if order == "first forward":
+        handle = memopt.apply(model, config)
+    for number in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            if accumulate:
+                with one.no_sync():
+                    one(**words(7, seed=number)).loss.backward()
+            one(**inputs).loss.backward()
+        for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
+            assert torch.equal(p.grad, q.grad), name
+    stats = total_stats(model)
+    assert stats.copied_in_bytes == stats.copied_out_bytes > 0
+    assert stats.checkpointed_calls == stats.replayed_calls > 0
+    if not accumulate:
+        assert stats.copied_out_bytes == 3 * memopt.ir.account(handle.plan).swap_bytes
 
 
 def checkpoint(model, mode):
