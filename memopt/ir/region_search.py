@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from memopt.errors import NoLayerContainerError
 from memopt.ir.containers import layer_containers
 from memopt.ir.graph import Kind, ModuleCall, ModuleGraph, SavedTensor
+from memopt.ir.layers import outermost_of
 from memopt.ir.regions import ALL_REGIONS, FUSED_GROUP_MLP, FUSED_PARTS, Save, regions_in
 
 
@@ -36,13 +37,18 @@ class RegionSummary:
 
 
 def region_layers(graph: ModuleGraph) -> tuple[str, ...]:
-    """Return the layers in which something is saved, in order; none for a model without containers of layers."""
+    """Return the layers in which something is saved, in order; none for a model without containers of layers.
+
+    What is of the same class as the layers of a container is one too, wherever it is: heads that predict further tokens.
+    """
     try:
         containers = layer_containers(graph)
     except NoLayerContainerError:
         return ()
     layers = dict.fromkeys(layer for container in containers for layer in container.layers)
-    return tuple(layer for layer in layers if graph.saved_in(layer))
+    kinds = {graph.by_fqn[layer].class_name for layer in layers}
+    layers |= dict.fromkeys(node.fqn for node in graph.modules if node.class_name in kinds)
+    return tuple(layer for layer in outermost_of(graph, layers) if graph.saved_in(layer))
 
 
 def outermost_calls(graph: ModuleGraph, fqn: str) -> tuple[ModuleCall, ...]:

@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 
-from memopt.ir import Action, Plan, layer_containers
+from memopt.ir import Action, Plan
 from memopt.ir.plan import RECIPE, Decision
+from memopt.ir.region_search import region_layers
 from memopt.runtime.region import PARTS, Region
 
 
@@ -35,5 +36,6 @@ def _region(plan: Plan, fqn: str, decisions: dict[str, Decision], *, is_last: bo
 def _collectors(plan: Plan) -> Iterator[str]:
     """Yield the layers around parts whose outputs are not kept: who saves one there is to save a recipe."""
     recipes = [key.fqn for key, decision in plan.decisions.items() if decision.route == RECIPE]
-    for container in layer_containers(plan.graph) if recipes else ():
-        yield from (layer for layer in container.layers if any(fqn.startswith(f"{layer}.") for fqn in recipes))
+    for layer in region_layers(plan.graph) if recipes else ():
+        if any(fqn.startswith(f"{layer}.") for fqn in recipes):
+            yield layer

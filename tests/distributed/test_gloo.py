@@ -5,7 +5,7 @@ import socket
 import pytest
 import torch
 
-from tests.distributed import workers
+from tests.distributed import experts, workers
 from tests.runtime.checkpoints import MODES
 from tests.runtime.offloads import offload, recompute
 
@@ -45,3 +45,7 @@ def test_fsdp2_checkpointed(mode):
 def test_ddp_checkpointed():
     options = ({"mode": "full", "accumulate": True}, {"mode": "selective", "accumulate": False})
     run(2, *((workers.ddp_checkpointed, more) for more in options))
+
+
+def test_experts_on_two_processes_offloaded():
+    run(2, (experts.offloaded, {}))
