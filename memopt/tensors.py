@@ -49,16 +49,24 @@ def kind_of(tensor: torch.Tensor, parameters: frozenset[int], buffers: frozenset
     return Kind.PARAMETER_CAST if _casts_a_parameter(tensor) else Kind.ACTIVATION
 
 
-def cast_source(tensor: torch.Tensor) -> Any:
-    """Return the autograd node whose output a tensor is a cast of, through views of the cast; None for any other."""
+Source = tuple[Any, ...]
+"""A tensor as the graph knows it: the node that made it, which of that one's outputs it is; its geometry and device."""
+
+
+def source_of_casts(tensor: torch.Tensor) -> Source:
+    """Return what `cast_source` says of the casts of a tensor that have its geometry."""
+    return tensor.grad_fn, tensor.output_nr, tensor.shape, tensor.stride(), tensor.device
+
+
+def cast_source(tensor: torch.Tensor) -> Source | None:
+    """Return what a tensor, or what it is a view of, was cast from, if that had the same geometry; None for any other."""
     node: Any = tensor.grad_fn
-    while node is not None and node.name() in VIEWS:
-        node = _before(node)
-    return _before(node) if node is not None and node.name() == "ToCopyBackward0" else None
-
-
-def _before(node: Any) -> Any:
-    return node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    while node is not None and node.name() in VIEWS and len(node.next_functions) == 1:
+        node = node.next_functions[0][0]
+    if node is None or node.name() != "ToCopyBackward0" or is_odd(tensor):
+        return None
+    whole = tensor if tensor._base is None else tensor._base
+    return *node.next_functions[0], whole.shape, whole.stride(), whole.device
 
 
 def is_odd(tensor: torch.Tensor) -> bool:

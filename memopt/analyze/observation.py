@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.ir.graph import Kind
 from memopt.ir.op_policy import Family
+from memopt.tensors import Source
 
 
 @dataclass(slots=True)
@@ -109,8 +110,8 @@ class Observation:
     output: Any = None
     returned: list[tuple[torch.Tensor, int, dict[int, int]]] = field(default_factory=list)
     """(a tensor that a call returned, without its graph; its version then; the results of the call that it is among)."""
-    returned_by: dict[Any, int] = field(default_factory=dict)
-    """The autograd node that made what a call returned -> storage."""
+    returned_by: dict[Source, int] = field(default_factory=dict)
+    """What a call returned, as the graph knows it -> storage."""
     active: list[Call] = field(default_factory=list)
     operands: list[torch.Tensor] = field(default_factory=list)
     """Of the expensive function that is being called."""

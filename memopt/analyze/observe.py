@@ -89,7 +89,7 @@ def _saving_hooks(
                 tensor.requires_grad,
                 weakref.ref(ticket),
                 is_operand=is_operand,
-                cast_of=seen.returned_by.get(cast_source(tensor)),
+                cast_of=None if (source := cast_source(tensor)) is None else seen.returned_by.get(source),
             )
         )
         note_maker(seen, tensor, call)

@@ -7,7 +7,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memopt.analyze.arguments import tensors_in, unseen
 from memopt.analyze.observation import Observation
-from memopt.tensors import storage_key
+from memopt.tensors import source_of_casts, storage_key
 
 
 def note_maker(seen: Observation, tensor: torch.Tensor, call: int | None) -> None:
@@ -36,7 +36,7 @@ def results_in(seen: Observation, tree: Any, call: int, *, ignored: frozenset[in
         if storage_key(tensor) in results and not tensor.is_inference():
             seen.returned.append((tensor.detach(), tensor._version, results))
             if tensor.grad_fn is not None:
-                seen.returned_by[tensor.grad_fn] = storage_key(tensor)
+                seen.returned_by[source_of_casts(tensor)] = storage_key(tensor)
     return results
 
 

@@ -148,16 +148,16 @@ class PartsGroup(Group):
             return None
         output = self._outputs.get(storage_key(tensor))
         if output is not None:
-            return Recipe(self, tensor, output) if output.version == tensor._version else None
+            return Recipe(self, tensor, output) if output.is_seen_in(tensor) else None
         if self._watches_casts and (source := next(self._cast_of(tensor), None)):
             return Recipe(self, tensor, source, casts=True)
         return None
 
     def _cast_of(self, tensor: torch.Tensor) -> Iterator[Output]:
         """Yield the output that a tensor is a cast of, as autocast makes them."""
-        node = cast_source(tensor)
-        if node is not None:
-            yield from (output for output in self._outputs.values() if output.is_source_of(node))
+        source = cast_source(tensor)
+        if source is not None:
+            yield from (output for output in self._outputs.values() if output.source == source)
 
     def _note(self, tensor: torch.Tensor, handle: Handle, *, is_recipe: bool) -> None:
         plain = tensor.layout is torch.strided and not tensor.is_nested

@@ -193,3 +193,70 @@ def test_what_learns_and_what_does_not_train_are_no_matter():
     assert handle.stats().checkpointed_calls == 0
     forward_backward(model, hidden())
     assert handle.stats().checkpointed_calls == 3
+
+
+class Odd(Layer):
+    """A norm that gives out what is easily taken for something else; each gets the layer's own `use` of it."""
+
+    def __init__(self, give, use):
+        super().__init__()
+        self.input_layernorm = Giving(give)
+        self.use = use
+
+    def forward(self, x):
+        return self.use(self, self.input_layernorm(x))
+
+
+class Giving(nn.Module):
+    def __init__(self, give):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32))
+        self.register_buffer("table", torch.randn(32, 32))
+        self.give = give
+
+    def forward(self, x):
+        return self.give(self, torch.tanh(x * self.weight))
+
+
+def half_of_second(layer, pair):
+    return layer.one((pair[1].to(torch.bfloat16).float() * pair[0]).repeat(1, 1, 2))
+
+
+def transposed_cast(layer, y):
+    cast = y.unsqueeze(0).to(torch.bfloat16, memory_format=torch.channels_last)
+    return layer.one((cast * cast).float().squeeze(0))
+
+
+ODD = {
+    "two outputs of one node": (lambda norm, y: y.chunk(2, -1), half_of_second),
+    "a cast into other strides": (lambda norm, y: y, transposed_cast),
+    "the same bits as integers": (
+        lambda norm, y: y,
+        lambda layer, y: layer.one(y.detach().view(torch.int32).remainder(7).float() * y),
+    ),
+    "a conjugate": (
+        lambda norm, y: torch.complex(y, y * 2),
+        lambda layer, y: layer.one((y.conj() * y * torch.complex(y.real, y.imag)).real),
+    ),
+    "a slice of a wider tensor": (lambda norm, y: (y.repeat(1, 1, 2) * 2)[..., 8:40], lambda layer, y: layer.one(y * y)),
+    "a reversed view": (lambda norm, y: y.flip(-1).transpose(0, 1), lambda layer, y: layer.one(y * y).transpose(0, 1)),
+    "its weight": (lambda norm, y: (y, norm.weight), lambda layer, pair: layer.one(pair[0] * pair[1]) * pair[1]),
+    "its buffer": (lambda norm, y: (y, norm.table), lambda layer, pair: layer.one(pair[0] @ pair[1])),
+    "its input": (lambda norm, y: y.view_as(y), lambda layer, y: layer.one(y * y)),
+    "a dict": (lambda norm, y: {"a": y, "b": [y * 2, y * 3]}, lambda layer, d: layer.one(d["a"] * d["b"][1]) * d["b"][0]),
+    "an expanded scalar": (lambda norm, y: y.mean().expand(4, 16, 32), lambda layer, y: layer.one(y * y)),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("name", ODD)
+def test_odd_outputs(name, autocast):
+    plain = Model(Odd, give=ODD[name][0], use=ODD[name][1])
+    model, _ = rewritten(plain, recompute("layernorm") | offload("attn_norm"), hidden())
+    for seed in range(4):
+        for one in (plain, model):
+            one.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = one(hidden(seed)).float().square().sum()
+            loss.backward()
+        assert_equal_gradients(gradients(plain), gradients(model))

@@ -43,6 +43,11 @@ class Snapshot:
         """Yield the modules."""
         return (owner.module for owner in self.owners)
 
+    def tensors(self) -> Iterator[torch.Tensor]:
+        """Yield the parameters, the buffers and the tensors among the attributes."""
+        yield from self.parameters
+        yield from (buffer for _, _, buffer in self.buffers)
+
     def holds(self) -> bool:
         """Tell whether the modules carry the very same objects still, under the same names."""
         now = self._flat()

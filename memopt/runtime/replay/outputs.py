@@ -1,6 +1,6 @@
 """Offer what a recomputed part returns to the layer around it: who saves it then saves a recipe."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -9,35 +9,39 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memopt.operands import PLAIN
 from memopt.runtime.replay.arguments import Arguments, Hooks
 from memopt.runtime.replay.frame import Frame, Handle, tensors_of
-from memopt.tensors import is_odd, storage_key
+from memopt.tensors import is_odd, source_of_casts, storage_key, storage_keys
 
 
 class Output:
     """One tensor that a recomputed part has returned, as long as the forward around it runs."""
 
-    __slots__ = ("_node", "_reference", "geometry", "handle", "storage", "version")
+    __slots__ = ("_dtype", "_reference", "_version", "geometry", "handle", "source", "storage")
 
     def __init__(self, tensor: torch.Tensor, handle: Handle) -> None:
         storage = tensor.untyped_storage()
         self._reference = StorageWeakRef(
             storage
         )  # its identity is not given to another storage, though it may be freed
-        self._node = tensor.grad_fn
+        self._dtype = tensor.dtype
+        self._version = tensor._version
+        self.source = source_of_casts(tensor)
         self.storage = storage._cdata
-        self.version = tensor._version
         self.geometry = tensor.stride(), tensor.storage_offset()
         self.handle = handle
 
-    def is_source_of(self, node: Any) -> bool:
-        """Tell whether an autograd node is the one that made it."""
-        return self._node is not None and self._node is node
+    def is_seen_in(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor on its storage is a view of the values that were given out."""
+        return tensor._version == self._version and tensor.dtype is self._dtype and not is_odd(tensor)
 
 
-def offer_outputs(frame: Frame, output: Any, arguments: Arguments) -> tuple[int, ...]:
-    """Offer the tensors that a region has made, and return which of them: one in an argument's storage is not its own."""
+def offer_outputs(frame: Frame, output: Any, arguments: Arguments, carried: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """Offer the tensors that a region has made, and return which of them.
+
+    What lies in the storage of an argument, or of what the modules of the region carry, is not made in it.
+    """
     if arguments.outer is None:
         return ()
-    given = {storage_key(leaf.tensor) for leaf in arguments.leaves if leaf.tensor.layout is torch.strided}
+    given = storage_keys((*(leaf.tensor for leaf in arguments.leaves), *arguments.parameters, *carried))
     numbers = tuple(
         n for n, tensor in enumerate(tensors_of(output)) if _is_plain(tensor) and storage_key(tensor) not in given
     )

@@ -183,7 +183,7 @@ class _Call:
         self._drawn = self._surroundings.drawn()
         self._close(frame, watch, record)
         if self._gives_recipes:
-            outputs = offer_outputs(frame, output, self._arguments)
+            outputs = offer_outputs(frame, output, self._arguments, self._snapshot.tensors())
             self._known.learn_light(self._snapshot, frame, outputs, shapes_of(args, kwargs))
         return output
 
