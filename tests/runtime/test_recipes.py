@@ -218,18 +218,19 @@ class Giving(nn.Module):
         return self.give(self, torch.tanh(x * self.weight))
 
 
-def half_of_second(layer, pair):
-    return layer.one((pair[1].to(torch.bfloat16).float() * pair[0]).repeat(1, 1, 2))
+def squares_of_casts(layer, pair):
+    casts = [half.to(torch.bfloat16) for half in pair]
+    return layer.one(torch.cat([cast * cast for cast in casts], -1).float())
 
 
 def transposed_cast(layer, y):
-    cast = y.unsqueeze(0).to(torch.bfloat16, memory_format=torch.channels_last)
+    cast = y.to(torch.bfloat16, memory_format=torch.channels_last)
     return layer.one((cast * cast).float().squeeze(0))
 
 
 ODD = {
-    "two outputs of one node": (lambda norm, y: y.chunk(2, -1), half_of_second),
-    "a cast into other strides": (lambda norm, y: y, transposed_cast),
+    "two outputs of one node": (lambda norm, y: y.chunk(2, -1), squares_of_casts),
+    "a cast into other strides": (lambda norm, y: y.unsqueeze(0), transposed_cast),
     "the same bits as integers": (
         lambda norm, y: y,
         lambda layer, y: layer.one(y.detach().view(torch.int32).remainder(7).float() * y),
