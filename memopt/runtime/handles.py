@@ -42,17 +42,13 @@ class Kept:
         return self._value
 
 
-class Swapped:
-    """A saved tensor whose storage is a slot; many of these may share one."""
+class Gone:
+    """A saved tensor that is not on the device: its geometry, and what tells whether it was written to."""
 
-    __slots__ = (
-        "__weakref__", "_dtype", "_group", "_offset", "_shape", "_slot", "_stride", "_version", "_witness",
-    )  # fmt: skip
+    __slots__ = ("__weakref__", "_group", "_offset", "_shape", "_stride", "_version", "_witness")
 
-    def __init__(self, group: "Group", tensor: torch.Tensor, slot: Slot) -> None:
+    def __init__(self, group: "Group", tensor: torch.Tensor) -> None:
         self._group = group
-        self._slot = slot
-        self._dtype = tensor.dtype
         self._shape = tensor.shape
         self._stride = tensor.stride()
         self._offset = tensor.storage_offset()
@@ -61,10 +57,25 @@ class Swapped:
         self._witness = tensor.detach()
         self._witness.data = NOTHING
 
-    def unpack(self) -> torch.Tensor:
-        """Return the tensor, exact in class, dtype, size and stride; raise as `Kept.unpack`."""
+    def reach(self) -> None:
+        """Note that backward is here; raise SavedTensorModifiedError if the tensor was written to since."""
         self._group.reach()
         check_version(self._group, self._witness, self._version, self._shape)
+
+
+class Swapped(Gone):
+    """A saved tensor whose storage is a slot; many of these may share one."""
+
+    __slots__ = ("_dtype", "_slot")
+
+    def __init__(self, group: "Group", tensor: torch.Tensor, slot: Slot) -> None:
+        super().__init__(group, tensor)
+        self._slot = slot
+        self._dtype = tensor.dtype
+
+    def unpack(self) -> torch.Tensor:
+        """Return the tensor, exact in class, dtype, size and stride; raise as `Kept.unpack`."""
+        self.reach()
         if self._slot.state is State.STALE:  # written to through another tensor on the storage, with its own version
             raise SavedTensorModifiedError(self._group.fqn, tuple(self._shape), self._version, self._version + 1)
         whole = self._slot.engine.tensor_of(self._slot, self._group.counters)

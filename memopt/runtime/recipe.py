@@ -5,36 +5,27 @@ from typing import TYPE_CHECKING
 import torch
 
 from memopt.errors import ReplayError
-from memopt.runtime.handles import NOTHING, check_version
+from memopt.runtime.handles import Gone
 from memopt.runtime.replay.outputs import Output
 
 if TYPE_CHECKING:
     from memopt.runtime.parts import PartsGroup
 
 
-class Recipe:
+class Recipe(Gone):
     """A saved tensor of which nothing is kept: a replay of the part that gave it out makes it again."""
 
-    __slots__ = (
-        "__weakref__", "_cast", "_geometry", "_group", "_offset", "_output", "_shape", "_stride", "_version", "_witness",
-    )  # fmt: skip
+    __slots__ = ("_cast", "_geometry", "_output")
 
     def __init__(self, group: "PartsGroup", tensor: torch.Tensor, output: Output, *, casts: bool = False) -> None:
-        self._group = group
+        super().__init__(group, tensor)
         self._output = output.handle
         self._geometry = output.geometry
         self._cast = tensor.dtype if casts else None
-        self._shape = tensor.shape
-        self._stride = tensor.stride()
-        self._offset = tensor.storage_offset()
-        self._version = tensor._version
-        self._witness = tensor.detach()
-        self._witness.data = NOTHING
 
     def unpack(self) -> torch.Tensor:
         """Return the tensor, exact in class, dtype, size and stride; raise as `Kept.unpack`, and ReplayError."""
-        self._group.reach()
-        check_version(self._group, self._witness, self._version, self._shape)
+        self.reach()
         made = self._output.frame.value_of(self._output.position)
         if (made.stride(), made.storage_offset()) != self._geometry:
             raise ReplayError(self._group.fqn, f"gave an output other strides than the forward did: {made.stride()}")

@@ -7,8 +7,9 @@ from torch.distributed.nn.functional import all_to_all_single
 from torch.nn.functional import silu
 
 import memopt
+from tests.runtime.layers import Model
 from tests.runtime.offloads import PARADIGM, assert_same_step
-from tests.runtime.test_parts_composition import WIDTH, Layer, Model, hidden
+from tests.runtime.test_parts_composition import WIDTH, hidden
 
 NUM_EXPERTS, INNER = 4, 24
 
@@ -35,9 +36,9 @@ class Moe(nn.Module):
 
     world = 1
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.gate = nn.Linear(WIDTH, NUM_EXPERTS)
+        self.gate = nn.Linear(width, NUM_EXPERTS)
         self.experts = Experts(NUM_EXPERTS // self.world)
 
     def forward(self, x):
@@ -66,7 +67,7 @@ class ParallelMoe(Moe):
 
 
 def build(mlp):
-    model = Model(lambda: Layer(mlp))
+    model = Model(WIDTH, mlp)
     torch.manual_seed(dist.get_rank())
     for layer in model.layers:
         for parameter in layer.mlp.experts.parameters():
@@ -77,7 +78,7 @@ def build(mlp):
 def offloaded(rank, world, order):
     """Several steps of a model whose plan was made of a twin with all experts, beside one that is not rewritten."""
     assert world == ParallelMoe.world
-    plan = memopt.plan(memopt.analyze(Model(lambda: Layer(Moe)), hidden()), **PARADIGM)
+    plan = memopt.plan(memopt.analyze(Model(WIDTH, Moe), hidden()), **PARADIGM)
     plain, model = build(ParallelMoe), build(ParallelMoe)
     for module in model.modules():  # the plan knows the class by its twin's name
         if type(module) is ParallelMoe:

@@ -5,65 +5,20 @@ import gc
 
 import pytest
 import torch
-from torch import nn
-from torch.nn.functional import scaled_dot_product_attention, silu
 
 import memopt
 from memopt.errors import GraphCaptureError
 from memopt.runtime.engine import engine_of
+from tests.runtime.layers import Model
 from tests.runtime.steps import assert_equal_gradients, gradients
 
 CUDA = torch.device("cuda", 0)
-WIDTH, HEADS = 256, 4
+WIDTH = 256
 OFFLOAD = {"modules": ["core_attn", "attn_proj", "mlp_fc2"], "min_tensor_elements": 1, "margin": 0}
 
 
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        out = scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.o_proj(out.transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj = nn.Linear(WIDTH, 512, bias=False), nn.Linear(WIDTH, 512, bias=False)
-        self.down_proj = nn.Linear(512, WIDTH, bias=False)
-
-    def forward(self, x):
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.self_attn, self.mlp = Attention(), Mlp()
-
-    def forward(self, x):
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer() for _ in range(4))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
-
-
 def pair(config):
-    plain = Model().to(CUDA, torch.bfloat16)
+    plain = Model(WIDTH, num_layers=4).to(CUDA, torch.bfloat16)
     model = copy.deepcopy(plain)
     return plain, model, memopt.apply(model, memopt.plan(memopt.analyze(plain, hidden()), **config))
 
@@ -133,7 +88,7 @@ def test_steps_beside_a_graph_do_not_touch_its_host_memory():
 def test_a_capture_without_steps_before_it_is_a_clear_error():
     _, model, _ = pair({"activation_offload": OFFLOAD | {"max_inflight": 1}})
     x = hidden()
-    warmed_up(Model().to(CUDA, torch.bfloat16), x)
+    warmed_up(Model(WIDTH, num_layers=4).to(CUDA, torch.bfloat16), x)
     engine = engine_of(CUDA)
     engine.finish()
     held, engine.pool._waiting, engine.pool._gaps = (engine.pool._waiting, engine.pool._gaps), {}, []

@@ -3,65 +3,24 @@
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import scaled_dot_product_attention, silu
+from torch.nn.functional import silu
 from torch.utils._pytree import tree_map
 
 import memopt
 from memopt.ir import account
 from tests.runtime.engines import cpu_engine
+from tests.runtime.layers import Layer, Model
 from tests.runtime.offloads import assert_same_step, offload, recompute, rewritten
 
-WIDTH, HEADS = 32, 4
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
-
-    def forward(self, x):
-        q, k, v = (p(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
-        return self.o_proj(scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_proj, self.up_proj, self.down_proj = nn.Linear(WIDTH, 48), nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
-
-    def forward(self, x):
-        return self.down_proj(silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Layer(nn.Module):
-    def __init__(self, mlp=Mlp):
-        super().__init__()
-        self.input_layernorm, self.post_attention_layernorm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.self_attn, self.mlp = Attention(), mlp()
-
-    def forward(self, x):
-        x = x + self.self_attn(self.input_layernorm(x))
-        return x + self.mlp(self.post_attention_layernorm(x))
-
-
-class Model(nn.Module):
-    def __init__(self, make=Layer):
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList(make() for _ in range(3))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x)
-        return x.square().mean()
+WIDTH = 32
 
 
 class Predicting(Model):
     """One layer more for each further token, beside the container of layers."""
 
     def __init__(self):
-        super().__init__()
-        self.further = nn.ModuleDict({"first": Layer(), "second": Layer()})
+        super().__init__(WIDTH)
+        self.further = nn.ModuleDict({"first": Layer(WIDTH), "second": Layer(WIDTH)})
 
     def forward(self, x):
         for layer in self.layers:
@@ -133,9 +92,9 @@ class Scaled(torch.Tensor):
 class EightBit(nn.Module):
     wrap = False
 
-    def __init__(self):
+    def __init__(self, width):
         super().__init__()
-        self.up_proj = nn.Linear(WIDTH, 48)
+        self.up_proj = nn.Linear(width, 48)
         self.down_proj = EightBitLinear(self.wrap)
 
     def forward(self, x):
@@ -156,7 +115,7 @@ class WrappedEightBit(EightBit):
 
 
 def test_eight_bit_tensors_move_as_they_are():
-    handle = steps(Model(lambda: Layer(EightBit)), offload("mlp_fc2") | recompute("layernorm"), num_layers=3)
+    handle = steps(Model(WIDTH, EightBit), offload("mlp_fc2") | recompute("layernorm"), num_layers=3)
     assert account(handle.plan).swap_bytes == 3 * (2 * 8 * 48 + 4)  # and the scales
 
 
@@ -164,10 +123,10 @@ def test_eight_bit_tensors_move_as_they_are():
     "config", [offload("mlp_fc2", "core_attn"), recompute("layernorm")], ids=["offload", "recompute"]
 )
 def test_a_subclass_that_holds_others_stays_and_comes_back_as_it_was(config):
-    plain = Model(lambda: Layer(WrappedEightBit))
-    graph = memopt.analyze(Model(lambda: Layer(EightBit)), hidden())
+    plain = Model(WIDTH, WrappedEightBit)
+    graph = memopt.analyze(Model(WIDTH, EightBit), hidden())
     with cpu_engine(poison=True):
-        model = Model(lambda: Layer(WrappedEightBit))
+        model = Model(WIDTH, WrappedEightBit)
         model.load_state_dict(plain.state_dict())
         plan = memopt.plan(graph, **config)
         for (

@@ -239,12 +239,18 @@ ODD = {
         lambda norm, y: torch.complex(y, y * 2),
         lambda layer, y: layer.one((y.conj() * y * torch.complex(y.real, y.imag)).real),
     ),
-    "a slice of a wider tensor": (lambda norm, y: (y.repeat(1, 1, 2) * 2)[..., 8:40], lambda layer, y: layer.one(y * y)),
+    "a slice of a wider tensor": (
+        lambda norm, y: (y.repeat(1, 1, 2) * 2)[..., 8:40],
+        lambda layer, y: layer.one(y * y),
+    ),
     "a reversed view": (lambda norm, y: y.flip(-1).transpose(0, 1), lambda layer, y: layer.one(y * y).transpose(0, 1)),
     "its weight": (lambda norm, y: (y, norm.weight), lambda layer, pair: layer.one(pair[0] * pair[1]) * pair[1]),
     "its buffer": (lambda norm, y: (y, norm.table), lambda layer, pair: layer.one(pair[0] @ pair[1])),
     "its input": (lambda norm, y: y.view_as(y), lambda layer, y: layer.one(y * y)),
-    "a dict": (lambda norm, y: {"a": y, "b": [y * 2, y * 3]}, lambda layer, d: layer.one(d["a"] * d["b"][1]) * d["b"][0]),
+    "a dict": (
+        lambda norm, y: {"a": y, "b": [y * 2, y * 3]},
+        lambda layer, d: layer.one(d["a"] * d["b"][1]) * d["b"][0],
+    ),
     "an expanded scalar": (lambda norm, y: y.mean().expand(4, 16, 32), lambda layer, y: layer.one(y * y)),
 }
 
