@@ -3,16 +3,14 @@
 python benchmarks/gpu_activation_checkpoint.py qwen3-30b-a3b --seq-length 4096 --pairs 10 --output docs/benchmarks/x.json
 """
 
-import argparse
 import contextlib
 import functools
 import gc
 import json
 import statistics
-from pathlib import Path
 
 import torch
-from gpu_steps import StepInBackward, build, nothing, timed, train_step
+from gpu_steps import arguments, nothing, prepare, timed, train_step, write
 from torch.profiler import ProfilerActivity, profile
 
 import memopt
@@ -123,25 +121,11 @@ def _spread(values):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset")
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--num-layers", type=int)
+    parser = arguments(__doc__)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--kernels", action="store_true", help="also profile one step of each mode")
-    parser.add_argument(
-        "--gradients-only", action="store_true", help="deterministic kernels where there are any; no times"
-    )
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    torch.use_deterministic_algorithms(args.gradients_only)
-    torch.backends.cuda.enable_cudnn_sdp(not args.gradients_only)  # flash has a deterministic backward, cuDNN has none
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(args.preset, args.num_layers, device)
-    ids = torch.randint(0, model.config.vocab_size, (args.batch_size, args.seq_length), device=device)
-    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
-    stepper = StepInBackward(model)
+    device, model, batch, stepper = prepare(args)
     graph = memopt.analyze(model, batch, name=args.preset)
     gc.freeze()  # the collector need not look at the model again and again: a full collection takes a third of a second
     if args.gradients_only:
@@ -156,9 +140,7 @@ def main():
     if args.kernels and device == "cuda":
         report["kernels"] = {mode: kernels(mode, model, graph, batch) for mode in MODES}
     print(json.dumps(report, indent=1))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.output)
 
 
 if __name__ == "__main__":

@@ -6,16 +6,14 @@ that barely fits, yet the weights stay as they are, so that the gradients of all
     python benchmarks/gpu_attention_swap.py qwen3-30b-a3b --seq-length 4096 --pairs 10 --output docs/benchmarks/x.json
 """
 
-import argparse
 import contextlib
 import functools
 import gc
 import json
 import statistics
-from pathlib import Path
 
 import torch
-from gpu_steps import StepInBackward, build, nothing, timed, train_step
+from gpu_steps import arguments, nothing, prepare, timed, train_step, write
 from torch.profiler import ProfilerActivity, profile
 
 import memopt
@@ -124,26 +122,12 @@ def compare_gradients(stepper, model, plan, batch):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("preset")
-    parser.add_argument("--seq-length", type=int, default=4096)
-    parser.add_argument("--batch-size", type=int, default=1)
-    parser.add_argument("--num-layers", type=int)
+    parser = arguments(__doc__)
     parser.add_argument("--pairs", type=int, default=10)
     parser.add_argument("--modes", default="attention swap", help="separated by semicolons")
     parser.add_argument("--slow-modes", default="save_on_cpu")
-    parser.add_argument(
-        "--gradients-only", action="store_true", help="deterministic kernels where there are any; no times"
-    )
-    parser.add_argument("--output", type=Path)
     args = parser.parse_args()
-    torch.use_deterministic_algorithms(args.gradients_only)  # with warn_only flash would stay as it is
-    torch.backends.cuda.enable_cudnn_sdp(not args.gradients_only)  # flash has a deterministic backward, cuDNN has none
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = build(args.preset, args.num_layers, device)
-    ids = torch.randint(0, model.config.vocab_size, (args.batch_size, args.seq_length), device=device)
-    batch = {"input_ids": ids, "labels": ids, "use_cache": False}
-    stepper = StepInBackward(model)
+    device, model, batch, stepper = prepare(args)
     plan = memopt.plan(memopt.analyze(model, batch, name=args.preset), activation_swap="attention")
     gradients = compare_gradients(stepper, model, plan, batch)
     print(json.dumps(gradients), flush=True)
@@ -165,9 +149,7 @@ def main():
     if device == "cuda":
         report["copies"] = {mode: copy_rates(mode, model, plan, batch) for mode in results if mode != "nothing"}
     print(json.dumps(report, indent=1))
-    if args.output:
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+    write(report, args.output)
 
 
 def summary(args, model, plan, results, copied, gradients, device):

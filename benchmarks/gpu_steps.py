@@ -1,9 +1,11 @@
 """What the benchmarks on a GPU share: a model from a preset, a step that fits, its time and its peak."""
 
+import argparse
 import contextlib
 import json
 import time
 from importlib import resources
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -16,6 +18,36 @@ def build(preset, num_layers, device):
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()
+
+
+def arguments(description):
+    """Return a parser of what every benchmark takes."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("preset")
+    parser.add_argument("--seq-length", type=int, default=4096)
+    parser.add_argument("--batch-size", type=int, default=1)
+    parser.add_argument("--num-layers", type=int)
+    parser.add_argument(
+        "--gradients-only", action="store_true", help="deterministic kernels where there are any; no times"
+    )
+    parser.add_argument("--output", type=Path)
+    return parser
+
+
+def prepare(args):
+    """Return the device, the model and its batch, with the kernels that are asked for, and what steps in backward."""
+    torch.use_deterministic_algorithms(args.gradients_only)  # with warn_only flash would stay as it is
+    torch.backends.cuda.enable_cudnn_sdp(not args.gradients_only)  # flash has a deterministic backward, cuDNN has none
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = build(args.preset, args.num_layers, device)
+    ids = torch.randint(0, model.config.vocab_size, (args.batch_size, args.seq_length), device=device)
+    return device, model, {"input_ids": ids, "labels": ids, "use_cache": False}, StepInBackward(model)
+
+
+def write(report, output):
+    if output:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(report, indent=1) + "\n")
 
 
 class StepInBackward:

@@ -34,3 +34,8 @@ def strict(deterministic):
     torch.backends.cuda.enable_cudnn_sdp(False)
     yield
     torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    return torch.device(request.param)

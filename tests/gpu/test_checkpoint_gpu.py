@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import memopt
 from memopt.ir import account
 from tests import models, zoo
+from tests.gpu.devices import batch, moved
 from tests.runtime.steps import assert_equal_gradients, gradients
 
 MODES = ("full", "selective", "attention-only")
@@ -23,22 +24,6 @@ SIZED = {"hidden_size": 1024, "head_dim": 128, "num_attention_heads": 8, "num_hi
 
 
 KERNELS = ("MATH", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION")
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request):
-    return torch.device(request.param)
-
-
-def moved(thing, device):
-    if isinstance(thing, dict):
-        return {key: moved(value, device) for key, value in thing.items()}
-    return thing.to(device) if isinstance(thing, (torch.Tensor, torch.nn.Module)) else thing
-
-
-def batch(device, **options):
-    """Return a batch, on a CPU a short one."""
-    return moved(models.batch(**({"seq_length": 512 if device.type == "cuda" else 32} | options)), device)
 
 
 def checkpointed(model, mode, inputs, *, autocast="none"):

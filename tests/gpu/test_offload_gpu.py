@@ -16,6 +16,7 @@ from memopt.ir.regions import ALL_REGIONS
 from memopt.runtime import finish_copies
 from memopt.runtime.engine import engine_of
 from tests import models
+from tests.gpu.devices import batch
 from tests.runtime.offloads import PARADIGM, offload, recompute
 from tests.runtime.steps import assert_equal_gradients, gradients
 
@@ -90,22 +91,6 @@ def configurations(name):
     yield "recompute layernorm", recompute("layernorm")
     for modules in regions_of(name):
         yield "+".join(modules), offload(*modules)
-
-
-@pytest.fixture(params=["cpu", "cuda"])
-def device(request):
-    return torch.device(request.param)
-
-
-def moved(thing, device):
-    if isinstance(thing, dict):
-        return {key: moved(value, device) for key, value in thing.items()}
-    return thing.to(device) if isinstance(thing, (torch.Tensor, torch.nn.Module)) else thing
-
-
-def batch(device, **options):
-    """Return a batch, on a CPU a short one."""
-    return moved(models.batch(**({"seq_length": 512 if device.type == "cuda" else 32} | options)), device)
 
 
 @contextlib.contextmanager
