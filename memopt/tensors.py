@@ -23,6 +23,10 @@ VIEWS = frozenset(
 _VIEWS_AND_CASTS = VIEWS | {"CloneBackward0", "ToCopyBackward0"}
 
 
+NOTHING = torch.empty(0)
+"""The data of a tensor that is there for its version only."""
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Return the identity of a tensor's storage; it is unique only while the storage or a weak reference lives."""
     return tensor.untyped_storage()._cdata

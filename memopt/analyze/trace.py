@@ -19,6 +19,7 @@ from memopt.analyze.inputs import as_call, batch_shape, example_inputs, fake_arg
 from memopt.analyze.observation import Observation
 from memopt.analyze.observe import observe
 from memopt.analyze.roles import name_saves
+from memopt.analyze.streams import random_streams_kept
 from memopt.analyze.twin import has_hooks, twin_of_config, twin_of_model
 from memopt.analyze.values import InputValues
 from memopt.errors import IllegalValueError, MemoptError, TraceError
@@ -29,6 +30,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 TARGET_DEVICES = ("cuda", "cpu")
 
 
+@random_streams_kept()
 def analyze(
     model: Any,
     inputs: Any = None,
@@ -89,7 +91,6 @@ def _observe_fake(
     with ExitStack() as stack:
         stack.enter_context(_trace_errors(twin, seen, hooked=hooked))
         stack.enter_context(like_a_real_run())
-        stack.enter_context(torch.random.fork_rng(devices=[]))
         stack.enter_context(mode)
         stack.enter_context(values)
         stack.enter_context(TargetKernels(target_device))

@@ -8,15 +8,13 @@ from torch import nn
 
 from memopt.errors import SavedTensorModifiedError
 from memopt.runtime.slot import Slot, State
+from memopt.tensors import NOTHING
 
 if TYPE_CHECKING:
     from memopt.runtime.group import Group
     from memopt.runtime.recipe import Recipe
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
-
-NOTHING = torch.empty(0)
-"""The data of a tensor that is there for its version only."""
 
 
 class Kept:

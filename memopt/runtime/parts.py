@@ -157,7 +157,7 @@ class PartsGroup(Group):
         """Yield the output that a tensor is a cast of, as autocast makes them."""
         source = cast_source(tensor)
         if source is not None:
-            yield from (output for output in self._outputs.values() if output.source == source)
+            yield from (output for output in self._outputs.values() if output.is_cast_in(tensor, source))
 
     def _note(self, tensor: torch.Tensor, handle: Handle, *, is_recipe: bool) -> None:
         plain = tensor.layout is torch.strided and not tensor.is_nested

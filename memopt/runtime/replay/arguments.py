@@ -88,7 +88,7 @@ class Arguments:
 class _Leaf:
     """One tensor, in all the places where it was passed."""
 
-    __slots__ = ("_packed", "requires_grad", "_version", "clone", "shared", "tensor")
+    __slots__ = ("_packed", "_shape", "_version", "clone", "requires_grad", "shared", "tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()  # with its graph it would keep that alive for ever: a region may write to inputs
@@ -96,6 +96,7 @@ class _Leaf:
         self.shared = False
         """Whether another argument changes when the region writes to this one."""
         self.requires_grad = tensor.requires_grad
+        self._shape = tuple(tensor.shape)
         self._version = version_of(tensor)
         self._packed: tuple[Callable[[Any], torch.Tensor], Any] | None = None
 
@@ -115,6 +116,8 @@ class _Leaf:
 
     def hand_over(self, outer: Hooks) -> None:
         """Leave the tensor to the hooks around the region, as any saved tensor; keep a witness of its version."""
+        if self.tensor.is_inference():
+            return  # it has no version by which to know whether it was written to
         self._packed = outer[1], outer[0](self.tensor)
         witness = self.tensor.detach()
         witness.data = torch.empty(0, dtype=witness.dtype)
@@ -127,7 +130,7 @@ class _Leaf:
             return self.clone.detach().requires_grad_(self.requires_grad).clone()
         if self.is_written():
             raise SavedTensorModifiedError(
-                fqn, tuple(self.tensor.shape), self._version, version_of(self.tensor), what="an argument of"
+                fqn, self._shape, self._version, version_of(self.tensor), what="an argument of"
             )
         tensor = self.tensor if self._packed is None else self._packed[0](self._packed[1])
         return tensor.detach().requires_grad_(self.requires_grad)

@@ -75,6 +75,8 @@ class Frame:
         self._last_needed: int | None = None
         self._outputs: dict[int, int] = {}
         """Position -> which of the tensors that the forward returned; these come after those of the saves."""
+        self._versions: dict[int, int] = {}
+        """Of outputs, as the last replay made them."""
         self._lock = threading.RLock()
 
     @property
@@ -158,6 +160,11 @@ class Frame:
             tensors = tensors_of(output)
             for position, number in self._outputs.items():
                 self.fill(position, tensors[number])
+                self._versions[position] = tensors[number]._version
+
+    def version_of(self, position: int) -> int:
+        """Return the version of an output when a replay had made it."""
+        return self._versions[position]
 
     def value_of(self, position: int) -> torch.Tensor:
         """Return a saved tensor, computed again with all that is missing around it."""

@@ -16,10 +16,10 @@ from memopt.errors import ReplayError
 from memopt.runtime.counters import Counters
 from memopt.runtime.replay.arguments import Hooks, version_of
 from memopt.runtime.replay.attributes import Attributes
-from memopt.runtime.replay.frame import ANY, Filling, Frame, Handle, unpack
+from memopt.runtime.replay.frame import ANY, Filling, Frame, Handle, tensors_of, unpack
 from memopt.runtime.replay.hooks import HookRecord, has_hooks
 from memopt.runtime.replay.outputs import offer
-from memopt.runtime.replay.random_streams import torch_streams
+from memopt.runtime.replay.random_streams import global_streams
 from memopt.runtime.replay.surroundings import Looks
 
 _ATOMS = (bool, int, float, str, torch.dtype, type(None))
@@ -32,13 +32,15 @@ Shapes = tuple[Any, ...]
 class Learned:
     """What a part does with arguments of one shape: the looks of its saves and its outputs, in order."""
 
-    __slots__ = ("looks", "num_saves", "outputs")
+    __slots__ = ("looks", "num_saves", "num_tensors", "outputs")
 
-    def __init__(self, looks: list[int], num_saves: int, outputs: tuple[int, ...]) -> None:
+    def __init__(self, looks: list[int], num_saves: int, outputs: tuple[int, ...], num_tensors: int) -> None:
         self.looks = looks
         self.num_saves = num_saves
         self.outputs = outputs
         """Which of the tensors that it returns are its own."""
+        self.num_tensors = num_tensors
+        """How many it returns."""
 
 
 class LightFrame(Frame):
@@ -64,10 +66,10 @@ class LightFrame(Frame):
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes | None:
-    """Return what the arguments look like; None if there is more in them than tensors and plain values."""
-    described: list[Any] = []
+    """Return what the arguments look like, and what is switched on around; None for more than tensors and plain values."""
+    described: list[Any] = [Looks.now()]
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) is torch.Tensor:
+        if type(value) is torch.Tensor and not value.is_inference():
             described += (value.shape, value.dtype, value.requires_grad, value.stride())
         elif type(value) in _ATOMS:
             described.append(value)
@@ -109,11 +111,13 @@ class LightCall:
         self._has_written = versions != _versions(args, kwargs)
         self._args = [_Packed.of(value, outer) for value in args]
         self._kwargs = {name: _Packed.of(value, outer) for name, value in kwargs.items()}
-        is_as_learned = frame.is_as_learned()
+        tensors = [output] if isinstance(output, torch.Tensor) else tensors_of(output)
+        is_as_learned = frame.is_as_learned() and len(tensors) == learned.num_tensors and not self._has_written
         frame.close(self, last_needed=None)
         self._counters.checkpointed_calls += 1
-        offer(frame, output, learned.outputs, outer)
-        return output, is_as_learned and not self._has_written
+        if is_as_learned:
+            offer(frame, tensors, learned.outputs, outer)
+        return output, is_as_learned
 
     def check(self) -> None:
         """Raise SavedTensorModifiedError or ReplayError if a parameter, or an argument, is not what the forward used."""
@@ -132,14 +136,14 @@ class LightCall:
         self._counters.replayed_calls += 1
         args = [value.value() if type(value) is _Packed else value for value in self._args]
         kwargs = {name: value.value() if type(value) is _Packed else value for name, value in self._kwargs.items()}
-        before = torch_streams()
+        before = global_streams()
         with (
             self._as_then(),
             torch.enable_grad(),
             torch.autograd.graph.saved_tensors_hooks(filling.pack, _as_it_is),
         ):
             filling.run(lambda: self._forward(*args, **kwargs))
-        if torch_streams() != before:
+        if global_streams() != before:
             self._forget()
             raise ReplayError(self._fqn, "draws random numbers, as no call before did: it cannot be made again")
 

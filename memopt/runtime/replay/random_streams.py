@@ -71,8 +71,12 @@ class NumpyStream(RandomStream):
                 self._set(now)
 
 
-def torch_streams() -> tuple[Any, ...]:
-    """Return how far torch's global generators have come, cheaply: to compare, not to set."""
+def global_streams() -> tuple[Any, ...]:
+    """Return how far the global generators of torch, Python and numpy have come: to compare, not to set."""
+    return random.getstate(), _numpy_bits() if "numpy" in sys.modules else None, *_torch_streams()
+
+
+def _torch_streams() -> tuple[Any, ...]:
     device = torch.accelerator.current_accelerator()
     module = None if device is None else torch.get_device_module(device)
     if module is None or getattr(module, "is_current_stream_capturing", bool)():  # a graph's numbers are drawn later

@@ -17,7 +17,7 @@ from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
 from memopt.runtime.replay.dropping import Dropping
 from memopt.runtime.replay.following import Following
-from memopt.runtime.replay.frame import Filling, Frame, Handle, unpack
+from memopt.runtime.replay.frame import Filling, Frame, Handle, tensors_of, unpack
 from memopt.runtime.replay.hooks import HookRecord, has_hooks
 from memopt.runtime.replay.keeping import Keeping
 from memopt.runtime.replay.light import MAX_SHAPES, Learned, LightCall, Shapes, shapes_of
@@ -80,13 +80,16 @@ class Known:
             self.attributes = Attributes(self.snapshot)
         return self.attributes
 
-    def learn_light(self, snapshot: Snapshot, frame: Frame, outputs: tuple[int, ...], shapes: Shapes | None) -> None:
+    def learn_light(
+        self, snapshot: Snapshot, frame: Frame, outputs: tuple[int, ...], shapes: Shapes | None, num_tensors: int
+    ) -> None:
         """Note what a call saved, if all is known of the part: it draws nothing, writes to nothing, and was proven."""
         plain = self.arguments == frozenset() == self.buffers and not snapshot.buffers
-        if shapes is None or not (plain and self.never_draws and self.is_proven and outputs):
+        simple = plain and self.never_draws and not self.reads_inside
+        if shapes is None or not (simple and self.is_proven and outputs):
             return
         looks = list(frame.looks())
-        self.light[shapes] = Learned(looks, len(looks) - len(outputs), outputs)
+        self.light[shapes] = Learned(looks, len(looks) - len(outputs), outputs, num_tensors)
         while len(self.light) > MAX_SHAPES:
             self.light.pop(next(iter(self.light)), None)
 
@@ -146,11 +149,7 @@ class _Call:
         self._snapshot = snapshot
         self._attributes = Attributes(snapshot, arguments.parameters)
         devices = {device, *(leaf.tensor.device for leaf in arguments.leaves)}
-        self._surroundings = Surroundings(
-            devices,
-            (*snapshot.generators, *arguments.generators),
-            draws=not (self._gives_recipes and known.never_draws),
-        )
+        self._surroundings = Surroundings(devices, (*snapshot.generators, *arguments.generators))
         self._hooks = HookRecord(module)
         self._policy = OP_POLICIES[str(region.policy)]
         self._drawn: list[torch.Tensor] = []
@@ -183,8 +182,10 @@ class _Call:
         self._drawn = self._surroundings.drawn()
         self._close(frame, watch, record)
         if self._gives_recipes:
-            outputs = offer_outputs(frame, output, self._arguments, self._snapshot.tensors())
-            self._known.learn_light(self._snapshot, frame, outputs, shapes_of(args, kwargs))
+            outputs = offer_outputs(
+                frame, output, self._arguments, self._snapshot.tensors(), is_proven=self._samples is None
+            )
+            self._known.learn_light(self._snapshot, frame, outputs, shapes_of(args, kwargs), len(tensors_of(output)))
         return output
 
     def _watch(self, frame: Frame, record: Record | None) -> Watch:

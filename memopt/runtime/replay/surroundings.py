@@ -59,8 +59,8 @@ _ACCELERATOR = accelerator.type if (accelerator := torch.accelerator.current_acc
 class Surroundings:
     """The state around a region when it was entered, so that a replay finds the same."""
 
-    def __init__(self, devices: set[torch.device], generators: Iterable[Any], *, draws: bool = True) -> None:
-        self._streams = random_streams(devices, generators) if draws else []
+    def __init__(self, devices: set[torch.device], generators: Iterable[Any]) -> None:
+        self._streams = random_streams(devices, generators)
         cached = torch.is_autocast_cache_enabled()
         self._autocasts = [
             (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
