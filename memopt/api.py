@@ -1,6 +1,7 @@
 """The library in four verbs: analyze, plan, apply, undo."""
 
 import functools
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -28,7 +29,7 @@ from memopt.errors import (
     RequestError,
     UnmatchedPatternError,
 )
-from memopt.ir import ModuleGraph, Plan
+from memopt.ir import ModuleGraph, Plan, account
 from memopt.passes import Pass, Pipeline, make_pass
 from memopt.runtime import (
     PendingRewriting,
@@ -46,6 +47,7 @@ __all__ = ["analyze", "apply", "plan", "undo"]
 AnyConfig = Config | Mapping[str, Any]
 _UNFIT = (NoLayerContainerError, NothingToCheckpointError, NothingOfThatKindError, UnmatchedPatternError)
 """What is wrong with a configuration for this model, and shows only when it was traced."""
+_LOGGER = logging.getLogger("memopt")
 _LEGAL = "a mapping like {'activation_swap': 'attention'} or a memopt.Config"
 
 
@@ -122,8 +124,15 @@ def _apply_in_forward(config: Config, model: nn.Module, args: tuple[Any, ...], k
 
 def _trace_and_apply(config: Config, model: nn.Module, inputs: Any, *, autocast: str) -> Rewriting:
     _check(config, model)  # transformers' checkpointing, turned on since, leaves a trace nothing to find
-    graph = analyze(model, inputs, autocast=autocast)
-    return apply_plan(model, plan(graph, config))
+    planned = plan(analyze(model, inputs, autocast=autocast), config)
+    if planned.offload and not account(planned).swap_bytes:
+        _LOGGER.warning(
+            "memopt offloads nothing of %s: no tensor of the regions has min_tensor_elements=%d elements, or margin, "
+            "fraction or pp_rank_delta_bytes keep them; memopt-analyze says which",
+            type(model).__name__,
+            planned.offload.min_tensor_elements,
+        )
+    return apply_plan(model, planned)
 
 
 def _check(config: Config, model: nn.Module) -> None:

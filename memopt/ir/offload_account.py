@@ -62,7 +62,8 @@ class OffloadSums:
         for tensor in saved:
             if tensor.index not in self.gone | left:
                 stays.setdefault(tensor.storage, (reasons.get(tensor.index, OUTSIDE), tensor.storage_bytes))
-        held = {storage: (REPLAY, size) for storage, size in needed.items()}
+        seen = self.fates.seen_inputs
+        held = {storage: (REPLAY, size) for storage, size in needed.items() if storage not in seen}
         for storage, fate in (held | self.fates.inputs).items():
             if storage not in graph.held:
                 stays.setdefault(storage, fate)

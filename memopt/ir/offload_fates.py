@@ -43,11 +43,12 @@ class Fates:
         self.inputs: dict[int, tuple[str, int]] = {}
         """Storage -> (why it stays, its bytes), of what recomputed parts were called with."""
         self._copied: set[tuple[int, _Geometry]] = set()
-        seen_inputs: set[int] = set()
+        self.seen_inputs: set[int] = set()
+        """Storages of what was recomputed was called with, as far as some offloaded module sees them."""
         for call, entries in seen.calls():
             self._follow(call, entries)
-            seen_inputs |= {e.storage for e in entries if e.tensor is None}
-        self._add_unseen_inputs(seen_inputs)
+            self.seen_inputs |= {e.storage for e in entries if e.tensor is None}
+        self._add_unseen_inputs(self.seen_inputs)
         self._name_the_rest()
 
     def _follow(self, call: ModuleCall, entries: Sequence[Entry]) -> None:

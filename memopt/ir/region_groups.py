@@ -4,7 +4,7 @@ The runtime sees the same, in the same order: what is saved inside of a recomput
 the part stands what it was called with.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeCall:
-    """One call of a recomputed part whose output is not kept."""
+    """One call of a recomputed part whose output is not kept; or of a module that is recomputed as a whole."""
 
     key: RegionKey
     fqn: str
@@ -39,6 +39,7 @@ class RecipeCall:
     end_save: int
     inputs: tuple[tuple[int, int], ...]
     outputs: tuple[tuple[int, int], ...]
+    """Of a module as a whole none: they are kept as usual."""
     flops: int
 
 
@@ -47,11 +48,13 @@ class Seen:
 
     def __init__(self, plan: Plan) -> None:
         self.plan, self.graph = plan, plan.graph
-        self.recipes = tuple(sorted(_recipe_calls(plan), key=lambda recipe: recipe.end_save))
-        self.replayed = {n for recipe in self.recipes for n in range(recipe.first_save, recipe.end_save)}
+        self.recipes = tuple(sorted(_recomputed(plan, as_recipes=True), key=lambda recipe: recipe.end_save))
+        whole = tuple(_recomputed(plan, as_recipes=False))
+        self.replayed = _saves_in(self.recipes)
         """Saves inside of recomputed parts."""
-        self.hidden = self.replayed | _saves_in_whole(plan)
-        """These, and saves inside of modules that are checkpointed as a whole."""
+        self.hidden = self.replayed | _saves_in(whole)
+        """These, and saves inside of modules that are recomputed as a whole."""
+        self._replays = tuple(sorted((*self.recipes, *whole), key=lambda call: call.end_save))
 
     @cached_property
     def decided(self) -> dict[str, tuple[str, ...]]:
@@ -119,12 +122,12 @@ class Seen:
 
     def _seen_in(self, call: ModuleCall) -> Iterator[tuple[Entry, bool]]:
         """Yield what a call sees, its group unknown, and whether it is a recipe: these have a place in the order."""
-        recipes = [recipe for recipe in self.recipes if _is_inside(recipe, range(call.first_save, call.end_save))]
+        replays = [replay for replay in self._replays if _is_inside(replay, range(call.first_save, call.end_save))]
         for n in range(call.first_save, call.end_save + 1):
-            while recipes and recipes[0].end_save == n:
-                recipe = recipes.pop(0)
-                for storage, size in recipe.inputs:
-                    yield Entry(storage, size, recipe.fqn, None), self.is_recipe(storage, recipe.first_save)
+            while replays and replays[0].end_save == n:
+                replay = replays.pop(0)
+                for storage, size in replay.inputs:
+                    yield Entry(storage, size, replay.fqn, None), self.is_recipe(storage, replay.first_save)
             if n < call.end_save and n not in self.hidden:
                 t = self.graph.saved[n]
                 yield Entry(t.storage, t.storage_bytes, t.owner, t), n in self.recipe_saves
@@ -135,9 +138,10 @@ def is_recipe(key: RegionKey, route: str) -> bool:
     return bool(key.region) or route == RECIPE
 
 
-def _recipe_calls(plan: Plan) -> Iterator[RecipeCall]:
+def _recomputed(plan: Plan, *, as_recipes: bool) -> Iterator[RecipeCall]:
+    """Yield the calls of recomputed parts whose outputs are not kept, or of modules that are recomputed as a whole."""
     for key, decision in plan.decisions.items():
-        if decision.action is Action.RECOMPUTE and is_recipe(key, decision.route):
+        if decision.action is Action.RECOMPUTE and is_recipe(key, decision.route) == as_recipes:
             for fqn, flops, call in _part_calls(plan.graph, key):
                 if call.first_save < call.end_save:
                     yield RecipeCall(
@@ -146,7 +150,7 @@ def _recipe_calls(plan: Plan) -> Iterator[RecipeCall]:
                         first_save=call.first_save,
                         end_save=call.end_save,
                         inputs=call.inputs,
-                        outputs=call.outputs,
+                        outputs=call.outputs if as_recipes else (),
                         flops=flops,
                     )
 
@@ -163,14 +167,7 @@ def _part_calls(graph: ModuleGraph, key: RegionKey) -> Iterator[tuple[str, int, 
         yield from ((node.fqn, call.flops, call) for call in graph.calls_of(node.fqn))
 
 
-def _saves_in_whole(plan: Plan) -> set[int]:
-    """Return the saves inside of modules that are recomputed as a whole, their output kept."""
-    whole = (
-        plan.graph.by_fqn[key.fqn].fqn
-        for key, decision in plan.decisions.items()
-        if decision.action is Action.RECOMPUTE and not is_recipe(key, decision.route)
-    )
-    calls = (call for fqn in whole for call in plan.graph.calls_of(fqn))
+def _saves_in(calls: Iterable[RecipeCall]) -> set[int]:
     return {n for call in calls for n in range(call.first_save, call.end_save)}
 
 

@@ -83,8 +83,9 @@ def layer_regions(
 
 
 def regions(graph: ModuleGraph) -> tuple[str, ...]:
-    """Return the names of the regions that a traced model has, in the order of a forward."""
-    return tuple(line.region for line in region_summary(graph).regions if line.num_groups)
+    """Return the names of the regions that a traced model has, in the order of a forward; ``fused_group_mlp`` is none."""
+    names = (line.region for line in region_summary(graph).regions if line.num_groups)
+    return tuple(name for name in names if name != FUSED_GROUP_MLP)
 
 
 def region_summary(graph: ModuleGraph) -> RegionSummary:

@@ -36,8 +36,8 @@ class Engine:
         self.pool = HostPool(backend.allocate_host, cap_bytes=cap_bytes, slab_bytes=backend.slab_bytes)
         self.leftovers: deque[Leftover] = deque()
         self.shared: WeakValueDictionary[tuple[Any, ...], Slot] = WeakValueDictionary()
-        """The slots that any region may share, by (storage, version) and, of a gathered view, geometry: while one lives,
-        its storage's identity is taken."""
+        """The slots that the regions of one forward may share, by (forward, storage, version) and, of a gathered view,
+        geometry: while one lives, its storage's identity is taken."""
         self._pending: deque[Leftover] = deque()
         self._captured: list[Block] = []
         """Host memory that belongs to CUDA graphs."""

@@ -21,7 +21,7 @@ class Group:
 
     __slots__ = (
         "__weakref__", "_choice", "_known", "_lesson", "_outer", "_position", "_reached", "_region", "_slots", "_table",
-        "counters", "engine", "fits_table", "has_successor", "previous", "thread",
+        "counters", "engine", "fits_table", "forward", "has_successor", "previous", "thread",
     )  # fmt: skip
 
     def __init__(
@@ -39,6 +39,8 @@ class Group:
         self.thread = threading.get_ident()
         self.has_successor = False
         self.previous: weakref.ref[Group] | None = None
+        self.forward: object = object()
+        """Stands for the forward of the model, the same for all groups of a chain in it."""
         self.fits_table = table is not None
         self._region = region
         self._choice: Choice | None = choice

@@ -78,7 +78,7 @@ def link(group: Group, module: nn.Module, previous: nn.Module | None) -> None:
             before = ref()
             if before is not None and before.thread == group.thread and not before.has_successor:
                 before.has_successor = True
-                group.previous = ref
+                group.previous, group.forward = ref, before.forward
                 return
 
 

@@ -126,8 +126,11 @@ class PartsGroup(Group):
         return entry.move if self.fits_table else Move.STAY
 
     def _slot(self, tensor: torch.Tensor, *, gathers: bool) -> Slot:
-        """Return the slot of a tensor's storage at its version, shared with whoever has saved it before."""
-        whole = storage_key(tensor), tensor._version
+        """Return the slot of a tensor's storage at its version, shared with whoever in this forward has saved it before.
+
+        Not with an earlier forward: a batch may have been written into the same memory since, by what counts no versions.
+        """
+        whole = self.forward, storage_key(tensor), tensor._version
         key = (*whole, *_geometry(tensor)) if gathers else whole
         slot = self._known.get(key)
         if slot is None and gathers and whole in self.engine.shared:

@@ -4,6 +4,7 @@ import random
 from collections import deque
 from importlib import resources
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -396,3 +397,23 @@ def test_modules_inside_of_torchs_checkpoint_are_noted(use_reentrant):
             return checkpoint(self.layers[1], self.layers[0](x), use_reentrant=use_reentrant)
 
     assert memopt.analyze(Checkpointing(torch.sin), torch.randn(2, 4)).checkpointed == ("layers.1",)
+
+
+def test_a_trace_draws_no_random_number_of_the_program():
+    class Dropping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x) + torch.rand(4) if random.random() + numpy.random.rand() > 0.5 else x
+            return x
+
+    def states():
+        return random.getstate(), numpy.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()
+
+    model, x = Dropping(), torch.randn(2, 4)
+    before = states()
+    memopt.analyze(model, x)
+    assert states() == before

@@ -79,7 +79,8 @@ _REGIONS: dict[str, tuple[str, ...]] = {}
 
 
 def _find(model):
-    return memopt.regions(memopt.analyze(model, models.batch(seq_length=32)))
+    found = memopt.regions(memopt.analyze(model, models.batch(seq_length=32)))
+    return (*found, *(["fused_group_mlp"] if "expert_fc1" in found else []))
 
 
 def paradigm(name):

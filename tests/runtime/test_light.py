@@ -1,6 +1,7 @@
 """Parts of which all is known are called lightly: what changes between their forward and backward still shows."""
 
 import copy
+import random
 
 import pytest
 import torch
@@ -35,6 +36,10 @@ class Norm(nn.Module):
             x.mul_(2)
         if MOODS & {"draws"}:
             x = x * torch.rand_like(x)
+        if MOODS & {"draws from Python"}:
+            x = x * random.random()
+        if MOODS & {"returns two"}:
+            return torch.tanh(x) * self.weight, x
         y = torch.tanh(x * self.scale) * self.weight
         return y * (x.abs().mean(-1, keepdim=True) + 1) if self.training else y * 3
 
@@ -68,6 +73,7 @@ def both(plain, model, change, x=None):
     for one in (plain, model):
         one.zero_grad()
         torch.manual_seed(0)
+        random.seed(0)
         loss = one(hidden() if x is None else x).sum()
         change(one)
         loss.backward()
@@ -155,11 +161,16 @@ def test_a_parameter_whose_data_is_replaced_before_backward_is_an_error(light):
         loss.backward()
 
 
-@pytest.mark.parametrize(("mood", "message"), [("writes", "argument as it was"), ("draws", "random")])
+@pytest.mark.parametrize(
+    ("mood", "message"),
+    [("writes", "argument as it was"), ("draws", "random"), ("draws from Python", "random")],
+)
 def test_a_part_that_begins_to_do_more_is_an_error_and_then_known(light, mood, message):
     plain, model, _ = light
     MOODS.add(mood)
-    for _ in range(2 if mood == "draws" else 1):  # in the first layer, whose input needs no grad, that saves no more
+    for _ in range(
+        {"draws": 2, "draws from Python": 3}.get(mood, 1)
+    ):  # in the first layer, whose input needs no grad, that saves no more
         with pytest.raises(ReplayError, match=message):
             model(hidden()).sum().backward()
     for _ in range(3):
@@ -206,3 +217,36 @@ def test_no_grad_eval_and_undo(light):
     assert_equal_gradients(gradients(plain), gradients(model))
     memopt.undo(model)
     forward_backward(model, hidden())
+
+
+@pytest.mark.parametrize("new_shapes", [False, True])
+def test_a_part_that_draws_from_its_second_step_on(new_shapes):
+    """It did not in the first step, and is not called lightly yet."""
+    plain = Model(Normed)
+    model, _ = rewritten(plain, recompute("layernorm"), hidden())
+    for step in range(5):
+        x = hidden(step)[:, : 16 - step if new_shapes else 16]
+        both(plain, model, lambda one: torch.manual_seed(7), x)
+        MOODS.add("draws")
+
+
+def test_autocast_that_is_switched_on_and_off_between_steps(light):
+    plain, model, _ = light
+    for step in range(6):
+        for one in (plain, model):
+            one.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=step % 3 > 0):
+                loss = one(hidden(step)).float().sum()
+            loss.backward()
+        assert_equal_gradients(gradients(plain), gradients(model))
+
+
+def test_an_argument_made_in_inference_mode(light):
+    plain, model, _ = light
+    with torch.inference_mode():
+        x = hidden()
+    for one in (plain, model):
+        one.zero_grad()
+        one.layers[0].input_layernorm(x).sum().backward()
+        (one.layers[1].one(one.layers[1].input_layernorm(hidden() + x.clone())) * 2).sum().backward()
+    assert_equal_gradients(gradients(plain), gradients(model))

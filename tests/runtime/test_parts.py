@@ -102,11 +102,26 @@ def test_what_is_held_between_forward_and_backward_is_what_the_plan_says(name, c
 def test_under_autocast_too_what_is_held_is_what_the_plan_says(name, more):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name)
     graph = memopt.analyze(plain, inputs, autocast="bfloat16")
-    regions = [region for region in memopt.regions(graph) if region in REGIONS]
     with cpu_engine(), torch.autocast("cpu", torch.bfloat16):
         model = copy.deepcopy(plain)
-        handle = memopt.apply(model, memopt.plan(graph, **offload(*regions), **(recompute(*more) if more else {})))
+        handle = memopt.apply(
+            model, memopt.plan(graph, **offload(*memopt.regions(graph)), **(recompute(*more) if more else {}))
+        )
         freed = held_after_forward(plain, inputs) - held_after_forward(model, inputs)
         assert freed == account(handle.plan).net_freed_bytes
         assert_exact(plain, model, inputs)
         assert_as_planned(handle, model, inputs)
+
+
+@pytest.mark.parametrize(("name", "whole"), [("llama", "mlp"), ("qwen3_moe", "moe"), ("deepseek_v3", "shared_expert")])
+@pytest.mark.parametrize("pattern", ["module:model.layers.*", "module:model.layers.*.mlp"])
+def test_what_a_module_is_called_with_that_runs_again_as_a_whole_moves_too(name, whole, pattern):
+    plain, inputs = zoo.ZOO[name](), zoo.batch(name)
+    modules = [pattern] if pattern.endswith("layers.*") else [pattern, "core_attn"]
+    with cpu_engine():
+        model, handle = rewritten(plain, offload(*modules) | recompute(whole), inputs)
+        freed = held_after_forward(plain, inputs) - held_after_forward(model, inputs)
+        assert freed == account(handle.plan).net_freed_bytes
+        assert_exact(plain, model, inputs)
+        assert_as_planned(handle, model, inputs)
+

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from memopt.errors import SavedTensorModifiedError
+from memopt.errors import ReplayError, SavedTensorModifiedError
 from tests import zoo
 from tests.runtime.engines import cpu_engine
 from tests.runtime.offloads import (
@@ -267,3 +267,90 @@ def test_odd_outputs(name, autocast):
                 loss = one(hidden(seed)).float().square().sum()
             loss.backward()
         assert_equal_gradients(gradients(plain), gradients(model))
+
+
+def clamped(target, how):
+    """Write to a tensor where autograd does not see it: with or without counting that as a write."""
+    if how == "counted":
+        with torch.no_grad():
+            target.clamp_(-0.1, 0.1)
+    else:
+        target.data.clamp_(-0.1, 0.1)
+    return target
+
+
+WRITES = {
+    "the output, counted": lambda layer, y: layer.one(clamped(y, "counted")),
+    "its cast, counted": lambda layer, y: layer.one(clamped(y.to(torch.bfloat16), "counted").float()),
+    "a cast of the written output": lambda layer, y: layer.one(clamped(y, "counted").to(torch.bfloat16).float()),
+}
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+@pytest.mark.parametrize("name", WRITES)
+def test_what_is_written_without_a_gradient_is_saved_as_it_is_then(name, autocast):
+    plain = Model(Odd, give=lambda norm, y: y * 1, use=WRITES[name])  # tanh itself saves what it gives out
+    model, _ = rewritten(plain, recompute("layernorm"), hidden())
+    for seed in range(4):
+        for one in (plain, model):
+            one.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                loss = one(hidden(seed)).float().square().sum()
+            loss.backward()
+        assert_equal_gradients(gradients(plain), gradients(model))
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["plain", "autocast"])
+def test_a_write_that_no_version_shows_is_an_error_in_the_first_step(autocast):
+    plain = Model(Odd, give=lambda norm, y: y, use=lambda layer, y: layer.one(clamped(y, "not counted")))
+    model, _ = rewritten(plain, recompute("layernorm"), hidden())
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        loss = model(hidden()).float().square().sum()
+    with pytest.raises(ReplayError, match="other values"):
+        loss.backward()
+
+
+class WritesToSaved(torch.autograd.Function):
+    """A backward that works in the memory of what it has saved."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        x.mul_(0)
+        return grad * 2
+
+
+@pytest.mark.parametrize("config", [{}, recompute("layernorm"), offload("module:layers.*")], ids=str)
+def test_a_backward_that_writes_to_an_output_that_others_saved_is_an_error(config):
+    plain = Model(Odd, give=lambda norm, y: y, use=lambda layer, y: layer.one(y) + WritesToSaved.apply(y))
+    model = rewritten(plain, config, hidden())[0] if config else plain
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(hidden()).sum().backward()
+
+
+def test_memory_into_which_another_batch_was_written_is_saved_anew():
+    plain, x = Model(), hidden().requires_grad_()
+    model, _ = rewritten(plain, recompute("layernorm") | offload("attn_norm"), hidden())
+    unused = []
+    for seed in range(4):
+        x.data.copy_(hidden(seed))
+        unused.append(model(x))
+        assert_same_step(plain, model, x)
+        x.grad = None
+
+
+def test_an_input_that_is_written_to_after_the_norm_is_an_error_that_names_its_shape():
+    class Residual(Layer):
+        def forward(self, x):
+            x = x * 1
+            x += self.one(self.input_layernorm(x))
+            return x
+
+    model, _ = rewritten(Model(Residual), recompute("layernorm"), hidden())
+    with pytest.raises(SavedTensorModifiedError, match=r"shape \[4, 16, 32\], an argument of"):
+        model(hidden()).sum().backward()

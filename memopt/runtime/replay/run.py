@@ -43,8 +43,8 @@ class Known:
     """Whether the next call finds that out."""
     is_proven: bool = False
     """Whether a replay was seen to compute what its forward did."""
-    never_draws: bool = False
-    """Whether nothing was drawn from any random stream in a call. Of a norm or an activation that is so in all calls."""
+    draws: bool = False
+    """Whether a part whose output is not kept was seen to draw random numbers."""
     reads_inside: bool = False
     """Whether a backward runs inside of the forward."""
     snapshot: Snapshot | None = None
@@ -63,7 +63,7 @@ class Known:
         self.light = {}
         self.attributes = None
         self.learns = True
-        self.is_proven = self.never_draws = False
+        self.is_proven = self.draws = False
 
     def light_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Learned | None:
         """Return what was learned for arguments like these, if a call can rely on it."""
@@ -85,7 +85,7 @@ class Known:
     ) -> None:
         """Note what a call saved, if all is known of the part: it draws nothing, writes to nothing, and was proven."""
         plain = self.arguments == frozenset() == self.buffers and not snapshot.buffers
-        simple = plain and self.never_draws and not self.reads_inside
+        simple = plain and not self.draws and not self.reads_inside
         if shapes is None or not (simple and self.is_proven and outputs):
             return
         looks = list(frame.looks())
@@ -182,6 +182,7 @@ class _Call:
         self._drawn = self._surroundings.drawn()
         self._close(frame, watch, record)
         if self._gives_recipes:
+            self._known.draws |= self._surroundings.have_moved()
             outputs = offer_outputs(
                 frame, output, self._arguments, self._snapshot.tensors(), is_proven=self._samples is None
             )
@@ -207,7 +208,6 @@ class _Call:
         ended = watch.close()
         self._standins = ended.standins
         if record:
-            known.never_draws = not self._surroundings.have_moved()
             self._learn(frame, record)
         self._counters.checkpointed_calls += 1
         self._counters.kept_results_bytes += ended.num_bytes if self._standins else 0
