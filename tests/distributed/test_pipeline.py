@@ -12,8 +12,9 @@ DELTA = 10_000
 
 def works(schedule):
     delta = {"activation_offload": SETTINGS | {"pp_rank_delta_bytes": DELTA}}
-    yield {"name": "llama", "schedule": schedule, "config": {"activation_offload": SETTINGS}, "delta_bytes": 0}
-    yield {"name": "llama", "schedule": schedule, "config": delta, "delta_bytes": DELTA}
+    if schedule == "1f1b":
+        yield {"name": "llama", "schedule": schedule, "config": {"activation_offload": SETTINGS}, "delta_bytes": 0}
+        yield {"name": "llama", "schedule": schedule, "config": delta, "delta_bytes": DELTA}
     light = {"recompute": {"modules": "layernorm,moe_act"}}
     experts = {
         "activation_offload": delta["activation_offload"] | {"modules": "core_attn,attn_proj,expert_fc1", "margin": 0}

@@ -124,4 +124,3 @@ def test_what_a_module_is_called_with_that_runs_again_as_a_whole_moves_too(name,
         assert freed == account(handle.plan).net_freed_bytes
         assert_exact(plain, model, inputs)
         assert_as_planned(handle, model, inputs)
-

@@ -42,11 +42,13 @@ def moved(handle, run):
     return handle.stats().copied_out_bytes - before
 
 
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+CASES = [("qwen3_moe", config) for config in CONFIGS] + [("llama", config) for config in list(CONFIGS)[::3]]
+
+
+@pytest.mark.parametrize(("name", "config"), CASES)
 def test_new_shapes_are_exact_at_once_and_then_as_a_plan_for_them_would_be(name, config):
     """Fault: rules that were followed by position, or by the sizes of the first shape."""
-    plain = zoo.ZOO[name](num_hidden_layers=3)
+    config, plain = CONFIGS[config], zoo.ZOO[name](num_hidden_layers=3)
     with cpu_engine(poison=True) as engine:
         model, handle = rewritten(plain, config, PLANNED)
         for inputs in (PLANNED, LONGER, SHORTER, SMALLER, PLANNED):
