@@ -264,7 +264,11 @@ def test_the_peak_of_a_step_falls(name):
 def test_the_steady_state_takes_no_more_memory(name):
     device = torch.device("cuda")
     model, inputs = MODELS[name]().to(device), batch(device)
-    in_use_before = engine_of(torch.device("cuda", 0)).pool.in_use_bytes
+    engine = engine_of(torch.device("cuda", 0))
+    gc.collect()
+    torch.cuda.synchronize()
+    engine.finish()
+    in_use_before = engine.pool.in_use_bytes
     with applied(model, paradigm(name), inputs) as handle:
         marks = []
         for _ in range(8):

@@ -31,6 +31,7 @@ def pair(build, **options):
     return on_gpu(build(**options)), on_gpu(build(**options))
 
 
+@pytest.mark.usefixtures("strict")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("build", [models.qwen3_moe, models.llama])
 def test_exact_with_counters_as_planned(build, dtype):
