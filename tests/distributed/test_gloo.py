@@ -23,12 +23,12 @@ def run(world, *works):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_fsdp2(world):
-    run(world, *((workers.fsdp2, {"mixed": mixed}) for mixed in (False, True)))
+    run(world, (workers.fsdp2, {"mixed": False}), (workers.fsdp2, {"mixed": True}, "after"))
 
 
 @pytest.mark.parametrize(("world", "accumulate"), [(1, False), (2, True)])
 def test_ddp(world, accumulate):
-    run(world, (workers.ddp, {"accumulate": accumulate}))
+    run(world, (workers.ddp, {"accumulate": accumulate}, "before", "first forward"))
 
 
 def test_ddp_offloaded():

@@ -33,12 +33,15 @@ def enter_group(backend, rank, world, port):
         dist.destroy_process_group()
 
 
+ORDERS = ("before", "after", "first forward")
+
+
 def enter(rank, world, port, works):
-    """Do works under a poisoned engine: rewritten before, after and on the first forward."""
+    """Do works under a poisoned engine: rewritten before, after and on the first forward, or as a work says."""
     torch.set_num_threads(1)
     with enter_group("gloo", rank, world, port):
-        for work, options in works:
-            for order in ("before", "after", "first forward"):
+        for work, options, *orders in works:
+            for order in orders or ORDERS:
                 try:
                     with cpu_engine(poison=True):
                         work(rank, world, order, **options)

@@ -132,8 +132,8 @@ def assert_at_work(handle, calls):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_exact_with_counters_as_planned(device, name, dtype):
-    if device.type == "cpu" and dtype is torch.bfloat16:
-        pytest.skip("rehearsed in float32")
+    if device.type == "cpu" and (dtype is torch.bfloat16 or name in ("deepseek_v3", "gpt_oss")):
+        pytest.skip("rehearsed in float32, by two models")
     model, inputs = MODELS[name]().to(device, dtype), batch(device)
     want = step(model, inputs)
     assert_equal(want, step(model, inputs))  # the kernels repeat themselves
