@@ -86,11 +86,7 @@ def test_the_paradigm_is_exact_and_moves_what_is_planned(name):
 def test_what_is_held_between_forward_and_backward_is_what_the_plan_says(name, config):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name)
     with cpu_engine():
-        try:
-            model, handle = rewritten(plain, config, inputs)
-        except memopt.MemoptError as error:
-            assert "has none" in str(error) or "none of" in str(error)
-            pytest.skip(str(error))
+        model, handle = rewritten(plain, config, inputs)
         freed = held_after_forward(plain, inputs) - held_after_forward(model, inputs)
         assert freed == account(handle.plan).net_freed_bytes
         assert_exact(plain, model, inputs)

@@ -6,15 +6,14 @@ looks at every one, so that they are as bare as can be: what there is to know li
 
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
 from torch._dynamo.eval_frame import skip_code
 from torch.utils._pytree import tree_leaves
 
-from memopt.autograd import sequence_number
 from memopt.errors import BackwardInsideError, ReplayError
+from memopt.runtime.replay.filling import Filling
 from memopt.runtime.replay.proof import Record, described, look_of
 
 ANY = 0
@@ -32,7 +31,7 @@ class Again(Protocol):
     def has_drawn(self) -> bool:
         """Tell, in a replay, whether it has drawn all random numbers that the forward did."""
 
-    def replay(self, filling: "Filling") -> None:
+    def replay(self, filling: Filling) -> None:
         """Run the forward again, its saves going to a filling."""
 
 
@@ -224,70 +223,6 @@ class Frame:
         self._computed.clear()
 
 
-class Filling:
-    """One replay: give the frame what it misses as the forward saves it again, by position."""
-
-    def __init__(self, frame: Frame, missing: set[int], last_needed: int | None, has_drawn: Callable[[], bool]) -> None:
-        self.frame = frame
-        self._missing = missing
-        self._last_needed = last_needed
-        self._position = 0
-        self._last_operation = 0
-        """The number of the node whose save was filled last; an operation may have several saves."""
-        self._has_drawn = has_drawn
-
-    @property
-    def position(self) -> int:
-        """How many tensors were saved so far."""
-        return self._position
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Take one saved tensor: the hook that autograd calls in the replay."""
-        if not self._missing and sequence_number() != self._last_operation:
-            raise _Filled(self)  # not before: the operation that saves a tensor may fill it after that
-        if self._position in self._missing and not self.frame.is_output(self._position):
-            self.frame.fill(self._position, tensor)
-            self._missing.remove(self._position)
-            if not self._missing:
-                self._last_operation = sequence_number()
-        self.skip()
-        return tensor.detach()
-
-    def skip(self) -> None:
-        """Pass over one save that needs no tensor; end the replay where nothing comes after it."""
-        self._position += 1
-        if self._missing or self._last_needed is None or self._position <= self._last_needed:
-            return
-        if self._has_drawn():  # else the operation under way may draw what it saves: RReLU does
-            raise _Filled(self)
-
-    def end_if_filled(self) -> None:
-        """End the replay where nothing is missing and no operation is under way."""
-        if not self._missing:
-            raise _Filled(self)
-
-    def run(self, forward: Callable[[], Any]) -> None:
-        """Call a forward and end it as soon as nothing is missing any more.
-
-        The exception must go no further than this, and lose its traceback here: what passes it on (an ExitStack) keeps
-        it in a cycle with the frames, the saved tensors in them, until Python's collector comes.
-        """
-        try:
-            self.frame.fill_outputs(forward())
-        except _Filled as stop:
-            if stop.filling is not self:
-                raise
-            stop.__traceback__ = None
-
-
-class _Filled(BaseException):
-    """Not an error, so that no forward catches it as one."""
-
-    def __init__(self, filling: Filling) -> None:
-        super().__init__()
-        self.filling = filling
-
-
 def tensors_of(output: Any) -> list[torch.Tensor]:
     """Return the tensors in what a forward has returned, in order."""
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
@@ -303,5 +238,5 @@ def unpack(handle: Handle) -> torch.Tensor:
     return handle.frame.value_of(handle.position)
 
 
-for _hook in (Frame.pack, Frame.pack_and_record, Filling.pack, unpack):
+for _hook in (Frame.pack, Frame.pack_and_record, unpack):
     skip_code(_hook.__code__)  # a module that is compiled inside a region calls them: they are nothing to compile

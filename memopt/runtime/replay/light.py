@@ -16,7 +16,8 @@ from memopt.errors import ReplayError
 from memopt.runtime.counters import Counters
 from memopt.runtime.replay.arguments import Hooks, version_of
 from memopt.runtime.replay.attributes import Attributes
-from memopt.runtime.replay.frame import ANY, Filling, Frame, Handle, tensors_of, unpack
+from memopt.runtime.replay.filling import Filling
+from memopt.runtime.replay.frame import ANY, Frame, Handle, tensors_of, unpack
 from memopt.runtime.replay.hooks import HookRecord, has_hooks
 from memopt.runtime.replay.outputs import offer
 from memopt.runtime.replay.random_streams import global_streams

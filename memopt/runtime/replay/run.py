@@ -16,8 +16,9 @@ from memopt.runtime.region import Region, habits_of
 from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
 from memopt.runtime.replay.dropping import Dropping
+from memopt.runtime.replay.filling import Filling
 from memopt.runtime.replay.following import Following
-from memopt.runtime.replay.frame import Filling, Frame, Handle, tensors_of, unpack
+from memopt.runtime.replay.frame import Frame, Handle, tensors_of, unpack
 from memopt.runtime.replay.hooks import HookRecord, has_hooks
 from memopt.runtime.replay.keeping import Keeping
 from memopt.runtime.replay.light import MAX_SHAPES, Learned, LightCall, Shapes, shapes_of

@@ -9,7 +9,7 @@ import torch
 
 from memopt.ir import Family, OpPolicy
 from memopt.operands import Source, operands_of
-from memopt.runtime.replay.frame import Filling
+from memopt.runtime.replay.filling import Filling
 from memopt.runtime.replay.functions import ExpensiveFunctions
 from memopt.runtime.replay.places import Function
 from memopt.runtime.replay.results import Result
