@@ -1,27 +1,24 @@
 """Note the calls of those parts of a module's forward that are methods of their own, as an experts' activation is."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from memopt.analyze.observation import Observation, Part
 from memopt.analyze.storages import results_in, sizes_in
-
-METHODS: Mapping[str, str] = MappingProxyType({"_apply_gate": "moe_act"})
-"""The name of the method, and the region that it is; all of transformers' fused experts have it."""
+from memopt.ir.regions import METHODS
 
 
 @contextmanager
 def parts_noted(seen: Observation, module: nn.Module, *, ignored: frozenset[int]) -> Iterator[None]:
     """Note the calls of a module's methods that are parts; what its instance had before it gets back."""
-    own = {name: vars(module)[name] for name in METHODS if name in vars(module)}
+    own = {name: vars(module)[name] for name in METHODS.values() if name in vars(module)}
     noted = {
         name: _noted(seen, getattr(module, name), region, ignored)
-        for name, region in METHODS.items()
+        for region, name in METHODS.items()
         if _is_method(module, name)
     }
     try:

@@ -52,6 +52,8 @@ FUSED_GROUP_MLP = "fused_group_mlp"
 FUSED_PARTS = ("expert_fc1", "moe_act", "moe_fc2")
 MODULE = "module:"
 """The prefix of a region that is a module, named by a pattern; in a plan by its path from the decided module."""
+METHODS = MappingProxyType({"moe_act": "_apply_gate"})
+"""The regions that are methods of a module: all of transformers' fused experts have their activation in one."""
 ALL_REGIONS = (*REGIONS, FUSED_GROUP_MLP)
 
 

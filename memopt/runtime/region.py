@@ -10,14 +10,12 @@ from torch import nn
 
 from memopt.ir import Action
 from memopt.ir.offload import Offload
-from memopt.ir.regions import FUSED_GROUP_MLP, FUSED_PARTS, MODULE
+from memopt.ir.regions import FUSED_GROUP_MLP, FUSED_PARTS, METHODS, MODULE
 
 REGION = "_memopt_region"
 """The attribute of a rewritten module's Region."""
 PREVIOUS = "_memopt_previous"
 """The attribute of the Neighbor before it in the prefetch chain."""
-METHODS = {"moe_act": "_apply_gate"}
-"""The regions that are methods of a module: transformers' fused experts have all of their activation in one."""
 PARTS = "offload"
 """The policy of a module whose parts are decided on by name."""
 HABITS = "_memopt_habits"
