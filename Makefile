@@ -25,7 +25,7 @@ demo: venv  ## Plan Qwen3-30B-A3B, then train a tiny Qwen3-MoE with swap and wit
 	$(BIN)/memopt-apply tiny-qwen3-moe --checkpoint selective
 
 test: venv  ## Run all tests, lint, types and import contracts
-	$(BIN)/python -m pytest -n auto
+	$(BIN)/python -m pytest -n auto --dist worksteal
 	$(MAKE) lint VENV=$(VENV)
 
 lint: venv  ## Check style, format, types and import contracts

@@ -21,14 +21,14 @@ def run(world, *works):
     torch.multiprocessing.spawn(workers.enter, (world, free_port(), works), nprocs=world)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_fsdp2(world):
-    run(world, (workers.fsdp2, {"mixed": False}), (workers.fsdp2, {"mixed": True}, "after"))
+@pytest.mark.parametrize(("world", "orders"), [(1, ("first forward",)), (2, ("before", "after"))])
+def test_fsdp2(world, orders):
+    run(world, (workers.fsdp2, {"mixed": False}, *orders), (workers.fsdp2, {"mixed": True}, orders[-1]))
 
 
-@pytest.mark.parametrize(("world", "accumulate"), [(1, False), (2, True)])
-def test_ddp(world, accumulate):
-    run(world, (workers.ddp, {"accumulate": accumulate}, "before", "first forward"))
+@pytest.mark.parametrize(("world", "accumulate", "order"), [(1, False, "first forward"), (2, True, "before")])
+def test_ddp(world, accumulate, order):
+    run(world, (workers.ddp, {"accumulate": accumulate}, order))
 
 
 def test_ddp_offloaded():
