@@ -23,17 +23,34 @@ def packed_saves(output: Any, *, since: int = 0) -> Iterator[tuple[str, str, Any
 
 def saves_of(node: Any) -> Iterator[tuple[str, Any]]:
     """Yield (field, what the pack hook returned) of every save of one node."""
-    for name in _fields(type(node)):
+    for name, raw in _raw_saves(node):
         field = "saved_tensors" if name == "_raw_saved_tensors" else name.removeprefix(_RAW)
-        try:
-            raw = getattr(node, name)
-        except RuntimeError:  # backward went through this node already, and freed it
-            continue
         if not isinstance(raw, (tuple, list)):
             yield field, getattr(raw, "data", None)
             continue
         for position, one in enumerate(raw):
             yield f"{field}[{position}]", getattr(one, "data", None)
+
+
+def packed_by(node: Any) -> list[Any]:
+    """Return what the pack hook returned for every save of one node."""
+    packed: list[Any] = []
+    for _, raw in _raw_saves(node):
+        if isinstance(raw, (tuple, list)):
+            packed += [getattr(one, "data", None) for one in raw]
+        else:
+            packed.append(getattr(raw, "data", None))
+    return packed
+
+
+def _raw_saves(node: Any) -> list[tuple[str, Any]]:
+    raw = []
+    for name in _fields(type(node)):
+        try:
+            raw.append((name, getattr(node, name)))
+        except RuntimeError:  # backward went through this node already, and freed it
+            continue
+    return raw
 
 
 _fields_of: "weakref.WeakKeyDictionary[type, tuple[str, ...]]" = weakref.WeakKeyDictionary()

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 
-from memopt.ir import Action, Plan
+from memopt.ir import OFFLOAD, Action, Plan
 from memopt.ir.plan import RECIPE, Decision
 from memopt.ir.region_search import region_layers
-from memopt.runtime.region import PARTS, Region
+from memopt.runtime.region import Region
 
 
 def planned_regions(plan: Plan) -> Iterator[Region]:
@@ -18,7 +18,7 @@ def planned_regions(plan: Plan) -> Iterator[Region]:
         yield _region(plan, fqn, decisions, is_last=fqn == last)
     for fqn in _collectors(plan):
         if fqn not in modules:
-            yield Region(fqn, Action.KEEP, PARTS)
+            yield Region(fqn, Action.KEEP, OFFLOAD)
 
 
 def _region(plan: Plan, fqn: str, decisions: dict[str, Decision], *, is_last: bool) -> Region:
@@ -30,7 +30,7 @@ def _region(plan: Plan, fqn: str, decisions: dict[str, Decision], *, is_last: bo
     if actions == {Action.RECOMPUTE}:
         return Region(fqn, Action.RECOMPUTE, "full", parts=parts)
     action = Action.SWAP if Action.SWAP in actions else Action.KEEP
-    return Region(fqn, action, PARTS, parts=parts, offload=plan.offload, is_last=is_last)
+    return Region(fqn, action, OFFLOAD, parts=parts, offload=plan.offload, is_last=is_last)
 
 
 def _collectors(plan: Plan) -> Iterator[str]:

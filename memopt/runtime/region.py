@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.ir import Action
+from memopt.ir import OFFLOAD, Action
 from memopt.ir.offload import Offload
 from memopt.ir.regions import FUSED_GROUP_MLP, FUSED_PARTS, METHODS, MODULE
 
@@ -16,8 +16,6 @@ REGION = "_memopt_region"
 """The attribute of a rewritten module's Region."""
 PREVIOUS = "_memopt_previous"
 """The attribute of the Neighbor before it in the prefetch chain."""
-PARTS = "offload"
-"""The policy of a module whose parts are decided on by name."""
 HABITS = "_memopt_habits"
 """The attribute of a checkpointed module's Habits."""
 
@@ -57,7 +55,7 @@ class Region:
     @property
     def collects(self) -> bool:
         """Whether the module's saves go through a group of parts: to be swapped by name, or saved as recipes."""
-        return self.policy == PARTS
+        return self.policy == OFFLOAD
 
     @property
     def has_forward(self) -> bool:

@@ -250,3 +250,32 @@ def test_an_argument_made_in_inference_mode(light):
         one.layers[0].input_layernorm(x).sum().backward()
         (one.layers[1].one(one.layers[1].input_layernorm(hidden() + x.clone())) * 2).sum().backward()
     assert_equal_gradients(gradients(plain), gradients(model))
+
+
+class CompiledInside(Norm):
+    """A norm that compiles what it does."""
+
+    def __init__(self, width):
+        super().__init__(width)
+        self.inner = torch.compile(_normed, backend="aot_eager")
+
+    def forward(self, x):
+        return self.inner(x, self.weight)
+
+
+def _normed(x, weight):
+    return torch.tanh(x) * weight * (x.abs().mean(-1, keepdim=True) + 1)
+
+
+def test_a_norm_may_compile_what_it_does():
+    class Compiled(Normed):
+        def __init__(self, width=32):
+            super().__init__(width=width)
+            self.input_layernorm = CompiledInside(width)
+
+    torch._dynamo.reset()
+    plain = Model(Compiled)
+    model, _ = rewritten(plain, recompute("layernorm"), hidden())
+    for seed in range(5):
+        assert_same_step(plain, model, hidden(seed))
+    assert all(_known(layer).light for layer in model.layers)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from memopt.runtime.replay import random_streams
 from tests.cases.rewriting import assert_identical, assert_trains_alike, recomputed, trained
 
 GENERATORS = {
@@ -113,3 +114,20 @@ def test_numpys_generator_is_where_the_step_left_it(num_normals, drawn_before, d
             results[-1] += [p.grad.clone() for p in one.parameters()]
         results[-1].append(torch.tensor(numpy.random.normal(size=3)))
     assert all(map(torch.equal, *results))
+
+
+def test_the_state_of_a_global_generator_is_read_once_between_two_draws(monkeypatch):
+    """It is dear to read; what it has drawn is seen in its memory, and a normal that it keeps back is not."""
+    stream = random_streams._PYTHON
+    read = []
+    monkeypatch.setattr(stream, "access", stream.access._replace(get=lambda: read.append(0) or random.getstate()))
+    random.seed(5)
+    first = stream.now()
+    assert stream.now() is first
+    assert len(read) == 1
+    random.random()
+    assert stream.now() != first
+    random.gauss(0, 1)
+    kept = stream.now()
+    random.gauss(0, 1)
+    assert stream.now()[1] == random.getstate() != kept[1]

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections import Counter, deque
+from collections import Counter, OrderedDict, deque
 
 import pytest
 import torch
@@ -312,3 +312,72 @@ def test_a_tensor_that_each_call_replaces_is_nothing_new_to_learn(policy, monkey
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
         assert torch.equal(plain.last, model.last)
     assert len(learned) == 2, "at first, and when the tensor appeared"
+
+
+class RemembersLater(Two):
+    """Keep an output on the module with its graph, but not in the first calls."""
+
+    def set_up(self):
+        self.calls, self.last = [], torch.ones(8, 8)
+
+    def factor(self, x):
+        self.calls.append(0)
+        if len(self.calls) > 3:
+            self.last = x.exp() + self.last.detach()
+        return self.last
+
+
+def _set_parameters(model):
+    """Give a child another dict of parameters, as DeepSpeed does, with another parameter in it."""
+    model.a._parameters = {name: nn.Parameter(p.detach() + 1) for name, p in model.a._parameters.items()}
+
+
+def _freeze_dropout(model):
+    model.b.eval()
+
+
+def _add_child(model):
+    model.b.extra = nn.Linear(8, 8, bias=False)
+
+
+def _drop_hooks(model):
+    """Take all hooks off a child as many programs do, and put another there."""
+    model.b._forward_hooks = OrderedDict()
+    model.b.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("change", [_set_parameters, _freeze_dropout, _add_child, _drop_hooks])
+@pytest.mark.parametrize("when", ["before the forward", "before the backward"])
+def test_modules_that_change_after_they_were_learned(change, policy, when):
+    torch.manual_seed(0)
+    plain = Two()
+    plain.b = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    model, x = copy.deepcopy(plain), torch.randn(8, 8)
+    recomputed(model, policy)
+    for step in range(6):
+        for one in (plain, model):
+            one.zero_grad()
+            torch.manual_seed(step)
+            if step == 3 and when == "before the forward":
+                change(one)
+            loss = one(x).square().mean()
+            if step == 3 and when == "before the backward" and change is not _set_parameters:
+                change(one)
+            loss.backward()
+        for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+            assert p.grad is q.grad is None or torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_a_region_that_comes_to_replace_a_tensor(policy):
+    torch.manual_seed(0)
+    plain = RemembersLater()
+    model, x = copy.deepcopy(plain), torch.randn(8, 8)
+    recomputed(model, policy)
+    for _ in range(7):
+        for one in (plain, model):
+            one.zero_grad()
+            one(x).square().mean().backward()
+        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+        assert torch.equal(plain.last, model.last)

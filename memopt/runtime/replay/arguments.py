@@ -13,7 +13,7 @@ from memopt.errors import SavedTensorModifiedError
 from memopt.runtime.replay.random_streams import is_generator
 from memopt.tensors import storage_key
 
-_ATOMS = (bool, int, float, str)
+_ATOMS = frozenset({bool, int, float, str, type(None)})
 _KEPT = (torch.Tensor, list, tuple, dict, deque, UserDict)
 """What is kept by value: tensors, and the containers that may hold some."""
 
@@ -69,12 +69,17 @@ class Arguments:
         return args, {name: _rebuilt(node, memo, fqn) for name, node in self._kwargs.items()}
 
     def _node(self, value: Any, memo: dict[int, Any]) -> Any:
-        if not isinstance(value, _KEPT) or isinstance(value, nn.Parameter):
-            if value is not None and type(value) not in _ATOMS and is_generator(value):
-                self.generators.append(value)
+        kind = type(value)
+        if kind in _ATOMS:
+            return value
+        if kind is not torch.Tensor:
             if isinstance(value, nn.Parameter):
                 self.parameters.append(value)
-            return value
+                return value
+            if not isinstance(value, _KEPT):
+                if is_generator(value):
+                    self.generators.append(value)
+                return value
         node = memo.get(id(value))
         if node is None and isinstance(value, torch.Tensor):
             node = memo[id(value)] = _Leaf(value)
@@ -163,6 +168,14 @@ class _Branch:
 def version_of(tensor: torch.Tensor) -> int:
     """Return how often a tensor was written to; those made in inference mode do not count."""
     return -1 if tensor.is_inference() else tensor._version
+
+
+def versions_of(tensors: Collection[torch.Tensor]) -> list[int]:
+    """Return the versions of several tensors."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # one was made in inference mode
+        return [version_of(tensor) for tensor in tensors]
 
 
 def differs(tensor: torch.Tensor, version: int, before: torch.Tensor) -> bool:

@@ -3,22 +3,28 @@
 import copy
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
+from itertools import chain, islice, repeat
+from operator import is_, itemgetter
 from typing import Any
 
 import torch
 from torch import nn
 
 from memopt.errors import ReplayError, SavedTensorModifiedError
-from memopt.runtime.replay.arguments import differs, version_of
+from memopt.runtime.replay.arguments import differs, version_of, versions_of
 from memopt.runtime.replay.contents import Contents
-from memopt.runtime.replay.owners import TORCH_ITSELF, Owner, held_by
+from memopt.runtime.replay.hooks import HookDicts
+from memopt.runtime.replay.owners import TORCH_ITSELF, Owner
 from memopt.tensors import storage_key
 
 _COUNTER = "num_batches_tracked"
 """Of a BatchNorm, which may run in some calls only."""
 _STATISTICS = ("running_mean", "running_var")
 """Of a BatchNorm, which saves them, and then writes to them without counting."""
+
+_HELD = ("_buffers", "_parameters", "_modules")
+"""The dicts in which a module carries what are not plain attributes."""
+_OF_TORCH = itemgetter("training", *_HELD, "_forward_pre_hooks", "_forward_hooks")
 
 Buffer = tuple[str, str]
 """(module, buffer), by name. A tensor that is a plain attribute counts as a buffer here."""
@@ -31,13 +37,20 @@ class Snapshot:
         self.owners = tuple(Owner(name, child) for name, child in module.named_modules())
         self.parameters = tuple(p for owner in self.owners for p in owner.parameters.values() if p is not None)
         self.plain_parameters = tuple(p for p in self.parameters if _stays_in_place(p))
+        self.odd_parameters = tuple(p for p in self.parameters if not _stays_in_place(p))
         self.buffers = tuple((owner, key, b) for owner in self.owners for key, b in owner.tensors())
         self.statistics = frozenset(storage_key(b) for _, key, b in self.buffers if key in _STATISTICS)
         self.contents = Contents(v for o in self.owners for k, v in o.attributes.items() if k not in TORCH_ITSELF)
         self.generators = self.contents.generators
         self.is_lasting = all(p.is_leaf for p in self.parameters)
         """Whether it may be kept beyond a call: with it a graph would be kept that made the parameters."""
-        self._carried = self._flat()
+        self._attributes = [owner.module.__dict__ for owner in self.owners]
+        self._nums_of_torch = [owner.num_of_torch for owner in self.owners]
+        dicts = [attributes[name] for attributes in self._attributes for name in _HELD]
+        self._filled = [held for held in dicts if held]
+        self._empty = [held for held in dicts if not held]
+        self.hooks = HookDicts(module)
+        self._carried = self._carried_now()
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the modules."""
@@ -50,7 +63,9 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Tell whether the modules carry the very same objects still, under the same names."""
-        now = self._flat()
+        if any(self._empty):
+            return False
+        now = self._carried_now()
         return len(now) == len(self._carried) and all(map(is_, now, self._carried)) and self.contents.holds()
 
     def resembles(self, other: "Snapshot") -> bool:
@@ -60,15 +75,11 @@ class Snapshot:
         pairs = zip(self._carried, other._carried, strict=True)
         return all(one is another or (_is_data(one) and _is_data(another)) for one, another in pairs)
 
-    def _flat(self) -> list[Any]:
-        """Return the names and values of all that the modules carry. One list: this is in every call."""
-        flat: list[Any] = []
-        for owner in self.owners:
-            for held in held_by(owner.module):
-                if held:
-                    flat += held
-                    flat += held.values()
-        return flat
+    def _carried_now(self) -> list[Any]:
+        """Return what the modules carry, in order. No loop of Python's, and no names: this is in every call."""
+        attributes = map(islice, map(dict.values, self._attributes), self._nums_of_torch, repeat(None))
+        parts = chain(map(_OF_TORCH, self._attributes), attributes, map(dict.values, self._filled), self._filled)
+        return [*chain.from_iterable(parts)]
 
 
 class Attributes:
@@ -76,11 +87,9 @@ class Attributes:
 
     def __init__(self, snapshot: Snapshot, parameters: Iterable[nn.Parameter] = ()) -> None:
         self._snapshot = snapshot
-        self.parameters = (*snapshot.parameters, *parameters)
-        self._parameter_versions = [version_of(p) for p in self.parameters]
-        self._need_grad = [p.requires_grad for p in self.parameters]
-        self._storages = [storage_key(p) for p in snapshot.plain_parameters]
-        self._buffer_versions = [version_of(b) for _, _, b in snapshot.buffers]
+        self.parameters = (*snapshot.plain_parameters, *snapshot.odd_parameters, *parameters)
+        self._parameters = self._parameters_now()
+        self._buffer_versions = versions_of([b for _, _, b in snapshot.buffers])
         self._clones: dict[Buffer, torch.Tensor] = {}
 
     def are_as_then(self) -> bool:
@@ -89,11 +98,17 @@ class Attributes:
 
     def has_parameters_as_then(self) -> bool:
         """Tell whether nothing has happened to the parameters."""
-        return (
-            self._parameter_versions == [version_of(p) for p in self.parameters]
-            and self._need_grad == [p.requires_grad for p in self.parameters]
-            and self._storages == [storage_key(p) for p in self._snapshot.plain_parameters]
-        )
+        return self._parameters == self._parameters_now()
+
+    def _parameters_now(self) -> list[tuple[int, bool, int]]:
+        """Return what could happen to each parameter: the version, whether it needs a gradient, the storage."""
+        plain = self._snapshot.plain_parameters
+        others = self.parameters[len(plain) :]
+        try:
+            now = [(p._version, p.requires_grad, p.untyped_storage()._cdata) for p in plain]
+        except RuntimeError:  # one was made in inference mode
+            now = [(version_of(p), p.requires_grad, storage_key(p)) for p in plain]
+        return now + [(version_of(p), p.requires_grad, 0) for p in others] if others else now
 
     def clone(self, buffers: Collection[Buffer] | None) -> None:
         """Copy the buffers that the region is known to write to; all of them for None."""
@@ -101,12 +116,17 @@ class Attributes:
             if buffers is None or (owner.name, key) in buffers or key == _COUNTER:
                 self._clones[owner.name, key] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
+    def settle(self) -> bool:
+        """Tell whether the region has left its modules with all they carried; if not, keep what that was, and no graph."""
+        if self._snapshot.holds():
+            return True
+        self._snapshot = copy.copy(self._snapshot)
+        self._snapshot.owners = tuple(owner.without_graphs() for owner in self._snapshot.owners)
+        self._let_go_of_replaced()
+        return False
+
     def close(self, *, learns: bool) -> frozenset[Buffer]:
-        """Note what the region changed, and let go of the rest; return the buffers that it wrote to."""
-        if not self._snapshot.holds():
-            self._snapshot = copy.copy(self._snapshot)
-            self._snapshot.owners = tuple(owner.without_graphs() for owner in self._snapshot.owners)
-            self._let_go_of_replaced()
+        """Let go of copies that are not needed, and return the buffers that the region wrote to."""
         if learns:
             self._drop_clones()
         return frozenset((owner.name, key) for owner, key, _ in self._changed_buffers())
@@ -116,11 +136,14 @@ class Attributes:
 
         ReplayError where other data was put into it, since autograd, which still has the old, would not mind.
         """
-        for parameter, version in zip(self.parameters, self._parameter_versions, strict=True):
-            if (now := version_of(parameter)) != version:
-                raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, now, what="a parameter of")
-        for parameter, storage in zip(self._snapshot.plain_parameters, self._storages, strict=True):
-            if storage_key(parameter) != storage:
+        if (now := self._parameters_now()) == self._parameters:
+            return
+        changed = list(zip(self.parameters, self._parameters, now, strict=True))
+        for parameter, (version, *_), (version_now, *_) in changed:
+            if version_now != version:
+                raise SavedTensorModifiedError(fqn, tuple(parameter.shape), version, version_now, what="a parameter of")
+        for parameter, (*_, storage), (*_, storage_now) in changed:
+            if storage_now != storage:
                 raise ReplayError(
                     fqn, f"needs a parameter of shape {list(parameter.shape)} whose .data was replaced since"
                 )
@@ -169,8 +192,8 @@ class Attributes:
     @contextmanager
     def _frozen_as_then(self) -> Iterator[None]:
         """Let those parameters need gradients that did so in the forward."""
-        pairs = zip(self.parameters, self._need_grad, strict=True)
-        changed = [(p, then) for p, then in pairs if p.is_leaf and p.requires_grad != then]
+        pairs = zip(self.parameters, self._parameters, strict=True)
+        changed = [(p, then) for p, (_, then, _) in pairs if p.is_leaf and p.requires_grad != then]
         try:
             for parameter, then in changed:
                 parameter.requires_grad_(then)

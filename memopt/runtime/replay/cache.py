@@ -5,11 +5,13 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
 
+import torch
 from torch import nn
 
 _logger = logging.getLogger("memopt")
 _told: WeakValueDictionary[tuple[int, bool], Any] = WeakValueDictionary()
 """The models whose users know of a dropped or a full cache, each by its configuration and which of the two."""
+_NO_CACHES = frozenset({torch.Tensor, bool, int, tuple})
 _STAYS_EMPTY = (
     "use_cache=True is incompatible with activation checkpointing: the cache stays empty while the model trains; "
     "pass use_cache=False, or train on a cache that a forward under torch.no_grad() has filled"
@@ -54,6 +56,8 @@ def tell_once(module: nn.Module, *, is_full: bool = False) -> None:
 
 
 def _is_cache(value: Any) -> bool:
+    if value is None or type(value) in _NO_CACHES:  # to ask a tensor for what it lacks takes a microsecond
+        return False
     return hasattr(value, "get_seq_length") and hasattr(value, "update")  # transformers' protocol
 
 

@@ -7,7 +7,7 @@ that call there too, with the same function on arguments that look the same, and
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,33 +17,80 @@ from memopt.operands import looks_of_call
 from memopt.runtime.replay.captures import capturing
 from memopt.runtime.replay.frame import Frame, Handle
 from memopt.runtime.replay.places import Function
-from memopt.runtime.replay.recipes import Ingredient, Recipe, Shelf
-from memopt.runtime.replay.results import Held, Result, storages_of
+from memopt.runtime.replay.recipes import Recipe, Shelf
+from memopt.runtime.replay.results import Result, storages_of
 from memopt.runtime.replay.watch import Ended
 
 _Versioned = tuple[torch.Tensor, int]
 
 
 class Recalled:
-    """What one call kept by a recipe."""
+    """What one call kept by a recipe. A result is put together when the replay asks for it: the host has time then."""
 
-    def __init__(self, policy: OpPolicy, fqn: str) -> None:
+    def __init__(self, recipe: Recipe, policy: OpPolicy, fqn: str, num_alike: int) -> None:
         self.policy = policy
         self.fqn = fqn
+        self.saved: dict[int, _Versioned] = {}
+        """What the functions saved themselves, by position."""
+        self.outputs: dict[int, _Versioned] = {}
+        """What was found in another place, by ingredient."""
+        self._recipe = recipe
+        self._num_alike = num_alike
         self._results: dict[int, Result] = {}
 
-    def put(self, result: Result) -> None:
-        """Keep the result of a call, by the number of saves before it."""
-        self._results[result.call.begin] = result
+    def has(self, number: int) -> bool:
+        """Tell whether a result turned up, with all saves before it as they should be."""
+        one = self._recipe.ingredients[number]
+        return one.call.end <= self._num_alike and (one.own is not None or number in self.outputs)
+
+    def result(self, number: int) -> Result:
+        """Return the result that an ingredient stands for."""
+        if number not in self._results:
+            one = self._recipe.ingredients[number]
+            own = tuple(self.saved[position] for position in one.held)
+            found, version = self.outputs[number] if one.own is None else self.saved[one.own]
+            output = one.output_in(found)
+            self._results[number] = Result(one.call, output, one.need_grad, one.saves, ((output, version), *own))
+        return self._results[number]
 
     def result_of(self, number: int, func: Function, position: int) -> Result | None:
         """Return what stands for a call of the replay, None where it is not the one of the recipe."""
-        result = self._results.get(position)
-        return result if result is not None and (result.call.number, result.call.func) == (number, func) else None
+        found = self._recipe.begins.get(position)
+        if found is None or not self.has(found):
+            return None
+        call = self._recipe.ingredients[found].call
+        return self.result(found) if (call.number, call.func) == (number, func) else None
 
     def fits(self, result: Result, operands: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
         """Tell whether a call of the replay looks like the one of the recipe."""
         return looks_of_call(operands, args, kwargs) == result.call.looks
+
+
+class _Own(NamedTuple):
+    """The guard of what a kept function saved itself."""
+
+    recalled: Recalled
+    number: int
+
+    def is_valid(self) -> bool:
+        """Tell whether nobody has written to the result since."""
+        return self.recalled.result(self.number).is_valid()
+
+
+class _Tail(NamedTuple):
+    """The guard of a save after all that the replay computes."""
+
+    tensor: torch.Tensor
+    version: int
+    recalled: Recalled
+    number: int | None
+    """The result that it lies on."""
+
+    def is_valid(self) -> bool:
+        """Tell whether nobody has written to it since."""
+        if self.tensor._version != self.version:
+            return False
+        return self.number is None or self.recalled.result(self.number).is_valid()
 
 
 class Following:
@@ -51,18 +98,21 @@ class Following:
 
     def __init__(self, recipe: Recipe, policy: OpPolicy, frame: Frame, shelf: Shelf) -> None:
         self._recipe = recipe
+        self._positions = recipe.positions
+        self._policy = policy
         self._frame = frame
+        self._sizes = frame.sizes()
         self._shelf = shelf
         self._saved: dict[int, _Versioned] = {}
         self._outputs: dict[int, _Versioned] = {}
-        self._recalled = Recalled(policy, frame.fqn)
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Drop one saved tensor, or keep it: the hook that autograd calls in the region's forward."""
-        handle = self._frame.pack(tensor)
-        if handle.position in self._recipe.positions:
-            self._take(handle.position, tensor)
-        return handle
+        position = len(self._sizes)
+        self._sizes.append(tensor.nbytes)  # as the frame's own does
+        if position in self._positions:
+            self._take(position, tensor)
+        return Handle(self._frame, position)
 
     def _take(self, position: int, tensor: torch.Tensor) -> None:
         for number in self._recipe.found.get((position, None), ()):
@@ -89,35 +139,25 @@ class Following:
 
     def close(self) -> Ended:
         """Keep what the recipe says; if this was another kind of call after all, only what came before the difference."""
-        recipe, looks = self._recipe, self._frame.looks()
-        is_as_expected = looks == recipe.looks and len(self._outputs) == sum(map(len, recipe.found.values()))
-        if not is_as_expected:
+        recipe, sizes, frame = self._recipe, self._sizes, self._frame
+        num_alike = len(sizes) if sizes == recipe.sizes else _num_alike(sizes, recipe.sizes)
+        recalled = Recalled(recipe, self._policy, frame.fqn, num_alike)
+        recalled.outputs = self._outputs
+        kept = [number for number in range(len(recipe.ingredients)) if recalled.has(number)]
+        for number in kept:
+            for position in recipe.ingredients[number].held:
+                recalled.saved[position] = self._saved[position]
+                frame.keep(position, self._saved[position][0], _Own(recalled, number))
+        if sizes != recipe.sizes or len(self._outputs) != recipe.num_found:
             self._shelf.forget()
-        num_alike = len(looks) if looks == recipe.looks else _num_alike(looks, recipe.looks)
-        results = {n: self._result(n, one) for n, one in enumerate(recipe.ingredients) if self._has(n, one, num_alike)}
-        for result in filter(Result.is_valid, results.values()):
-            self._recalled.put(result)
-            for position in result.held():
-                self._frame.keep(position, self._saved[position][0], result)
-        if not is_as_expected:
-            kept = storages_of(tensor for result in results.values() for tensor, _ in result.versions)
-            return Ended(len(looks), self._recalled, sum(kept.values()))
-        for position, number in recipe.tail.items():
+            storages = storages_of(tensor for number in kept for tensor, _ in recalled.result(number).versions)
+            return Ended(len(sizes), recalled, sum(storages.values()))
+        for position, on in recipe.tail.items():
             tensor, version = self._saved[position]
-            self._frame.keep(position, tensor, Held(tensor, version, None if number is None else results[number]))
-        return Ended(recipe.num_needed, self._recalled, recipe.num_bytes)
-
-    def _has(self, number: int, one: Ingredient, num_alike: int) -> bool:
-        """Tell whether a result turned up, with all saves before it as they should be."""
-        return one.call.end <= num_alike and (one.own is not None or number in self._outputs)
-
-    def _result(self, number: int, one: Ingredient) -> Result:
-        own = tuple(self._saved[save] for save in one.saves if isinstance(save, int))
-        found, version = self._outputs[number] if one.own is None else self._saved[one.own]
-        output = one.output_in(found)
-        return Result(one.call, output, one.need_grad, one.saves, ((output, version), *own))
+            frame.keep(position, tensor, _Tail(tensor, version, recalled, on))
+        return Ended(recipe.num_needed, recalled, recipe.num_bytes)
 
 
-def _num_alike(looks: list[int], others: list[int]) -> int:
-    pairs = enumerate(zip(looks, others, strict=False))
-    return next((n for n, (one, other) in pairs if one != other), min(len(looks), len(others)))
+def _num_alike(sizes: list[int], others: list[int]) -> int:
+    pairs = enumerate(zip(sizes, others, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(sizes), len(others)))

@@ -6,7 +6,7 @@ replay. What a hook changes shows in the forward: it returns something, writes t
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from memopt.runtime.replay.arguments import version_of
 from memopt.runtime.replay.captures import capture_output
 
 Hook = Callable[..., Any]
+_NOTHING = nullcontext()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,23 +33,25 @@ class _HookDict:
 class HookRecord:
     """The hooks of a region's modules that changed something in one forward."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, hooks: "HookDicts | None" = None) -> None:
         self._module = module
+        self._hooks = hooks or HookDicts(module)
         self._used: dict[tuple[int, int], tuple[_HookDict, int, Hook, list[bool]]] = {}
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
+    def recording(self) -> AbstractContextManager[None]:
         """Note which hooks change something while the region's forward runs in this thread."""
-        if not (dicts := tuple(_hook_dicts(self._module))):
-            yield
-            return
+        dicts = self._hooks.in_use()
+        return self._recording(dicts) if dicts else _NOTHING
+
+    @contextmanager
+    def _recording(self, dicts: list[_HookDict]) -> Iterator[None]:
         with _watched(dicts), _role(self._note):
             yield
 
     @contextmanager
     def replaying(self) -> Iterator[None]:
         """Let only those be called in this thread, also if they were removed since."""
-        with self._all_there(), _watched(tuple(_hook_dicts(self._module))), _role(self._again):
+        with self._all_there(), _watched(HookDicts(self._module).in_use()), _role(self._again):
             yield
 
     def _note(self, hook_dict: _HookDict, key: int, hook: Hook, args: tuple[Any, ...]) -> Any:
@@ -107,26 +110,39 @@ _watchers: dict[int, int] = {}
 """How many threads and regions watch a dict of hooks, by its identity."""
 
 
-def _hook_dicts(module: nn.Module) -> Iterator[_HookDict]:
-    """Yield where there are hooks that run inside a module's forward; its own run outside of it."""
-    if torch_module._global_forward_pre_hooks:
-        yield _HookDict(torch_module._global_forward_pre_hooks)
-    if torch_module._global_forward_hooks:
-        flags = torch_module._global_forward_hooks_with_kwargs, torch_module._global_forward_hooks_always_called
-        yield _HookDict(torch_module._global_forward_hooks, flags)
-    for child in module.modules():
-        if child is module:
-            continue
-        if child._forward_pre_hooks:
-            yield _HookDict(child._forward_pre_hooks, (child._forward_pre_hooks_with_kwargs,))
-        if any(hook is not capture_output for hook in child._forward_hooks.values()):
-            flags = child._forward_hooks_with_kwargs, child._forward_hooks_always_called
-            yield _HookDict(child._forward_hooks, flags)
+class HookDicts:
+    """Where there may be hooks that run inside a module's forward; its own run outside of it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        children = [child for child in module.modules() if child is not module]
+        self._before = [_HookDict(c._forward_pre_hooks, (c._forward_pre_hooks_with_kwargs,)) for c in children]
+        self._after = [
+            _HookDict(c._forward_hooks, (c._forward_hooks_with_kwargs, c._forward_hooks_always_called))
+            for c in children
+        ]
+        self._all = [hook_dict.hooks for hook_dict in (*self._before, *self._after)]
+
+    def in_use(self) -> list[_HookDict]:
+        """Return those that have hooks of others than us."""
+        found = [hook_dict for hook_dict in _GLOBAL if hook_dict.hooks]
+        if any(self._all):
+            found += [hook_dict for hook_dict in self._before if hook_dict.hooks]
+            found += [d for d in self._after if d.hooks and any(h is not capture_output for h in d.hooks.values())]
+        return found
+
+
+_GLOBAL = (
+    _HookDict(torch_module._global_forward_pre_hooks),
+    _HookDict(
+        torch_module._global_forward_hooks,
+        (torch_module._global_forward_hooks_with_kwargs, torch_module._global_forward_hooks_always_called),
+    ),
+)
 
 
 def has_hooks(module: nn.Module) -> bool:
     """Tell whether there are hooks that run inside a module's forward."""
-    return next(_hook_dicts(module), None) is not None
+    return bool(HookDicts(module).in_use())
 
 
 @contextmanager
@@ -139,7 +155,7 @@ def _role(role: Callable[..., Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _watched(dicts: tuple[_HookDict, ...]) -> Iterator[None]:
+def _watched(dicts: list[_HookDict]) -> Iterator[None]:
     """Put watchers in the place of hooks for a while; two threads may be in the same module."""
     with _lock:
         for hook_dict in dicts:

@@ -11,10 +11,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.eval_frame import skip_code
 
 from memopt.errors import ReplayError
 from memopt.runtime.counters import Counters
-from memopt.runtime.replay.arguments import Hooks, version_of
+from memopt.runtime.replay.arguments import Hooks, versions_of
 from memopt.runtime.replay.attributes import Attributes
 from memopt.runtime.replay.filling import Filling
 from memopt.runtime.replay.frame import ANY, Frame, Handle, tensors_of, unpack
@@ -31,12 +32,12 @@ Shapes = tuple[Any, ...]
 
 
 class Learned:
-    """What a part does with arguments of one shape: the looks of its saves and its outputs, in order."""
+    """What a part does with arguments of one shape: the bytes of its saves and its outputs, in order."""
 
-    __slots__ = ("looks", "num_saves", "num_tensors", "outputs")
+    __slots__ = ("num_saves", "num_tensors", "outputs", "sizes")
 
-    def __init__(self, looks: list[int], num_saves: int, outputs: tuple[int, ...], num_tensors: int) -> None:
-        self.looks = looks
+    def __init__(self, sizes: list[int], num_saves: int, outputs: tuple[int, ...], num_tensors: int) -> None:
+        self.sizes = sizes
         self.num_saves = num_saves
         self.outputs = outputs
         """Which of the tensors that it returns are its own."""
@@ -50,7 +51,7 @@ class LightFrame(Frame):
     def __init__(self, fqn: str, learned: Learned) -> None:
         super().__init__(fqn)
         self._learned = learned
-        self._looks = learned.looks
+        self._sizes = learned.sizes
         self._count = 0
 
     def pack(self, tensor: torch.Tensor) -> Handle:
@@ -62,7 +63,7 @@ class LightFrame(Frame):
         """Tell whether the forward saved as much as it did when it was learned; if not, what it saved is not known."""
         if self._count == self._learned.num_saves:
             return True
-        self._looks = [ANY] * (self._count + len(self._learned.outputs))
+        self._sizes = [ANY] * (self._count + len(self._learned.outputs))
         return False
 
 
@@ -183,8 +184,11 @@ class _Packed:
 
 def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
     values = (*args, *kwargs.values()) if kwargs else args
-    return [version_of(value) for value in values if type(value) is torch.Tensor]
+    return versions_of([value for value in values if type(value) is torch.Tensor])
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
+
+
+skip_code(LightFrame.pack.__code__)  # a module that is compiled inside a region calls it: it is nothing to compile

@@ -3,6 +3,7 @@
 import copy
 import weakref
 from collections.abc import Iterator
+from itertools import takewhile
 from operator import is_
 from typing import Any
 
@@ -13,18 +14,21 @@ from memopt.runtime.replay.contents import Contents
 
 TORCH_ITSELF = frozenset(nn.Module().__dict__) - {"training"}
 """The attributes by which torch keeps parameters, buffers, children and hooks."""
+_OF_TORCH = TORCH_ITSELF | {"training"}
 _MISSING = object()
 
 
 class Owner:
     """One module of a region and what it carries."""
 
-    __slots__ = ("_module", "attributes", "buffers", "children", "name", "parameters")
+    __slots__ = ("_module", "attributes", "buffers", "children", "name", "num_of_torch", "parameters")
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
         self._module = weakref.ref(module)  # the module holds all this itself, and dies when its last user lets go
         self.attributes = dict(module.__dict__)
+        self.num_of_torch = sum(1 for _ in takewhile(_OF_TORCH.__contains__, self.attributes))
+        """How many of the attributes, from the first on, are torch's own: nn.Module makes those first."""
         self.parameters = dict(module._parameters)
         self.buffers = dict(module._buffers)
         self.children = dict(module._modules)
@@ -94,12 +98,6 @@ class Owner:
         for key, value in self.attributes.items():
             if key not in TORCH_ITSELF and (again := contents.again(value, memo)) is not value:
                 self.module.__dict__[key] = again
-
-
-def held_by(module: nn.Module) -> tuple[dict[str, Any], ...]:
-    """Return the dicts in which a module carries all it has."""
-    attributes = module.__dict__
-    return attributes, attributes["_buffers"], attributes["_parameters"], attributes["_modules"]
 
 
 def _may_replace(wanted: torch.Tensor | None, present: torch.Tensor | None) -> bool:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memopt.autograd import saves_of
+from memopt.autograd import packed_by
 from memopt.runtime.replay.frame import Frame, Handle
 from memopt.tensors import VIEWS
 
@@ -50,8 +50,10 @@ class Call:
             if node is None or node.name() not in views:
                 break
             node = node.next_functions[0][0]
-        handles = (packed for _, packed in saves_of(node) if isinstance(packed, Handle)) if node is not None else ()
-        return any(handle.frame is frame and self.begin <= handle.position < self.end for handle in handles)
+        return node is not None and any(self._is_save(packed, frame) for packed in packed_by(node))
+
+    def _is_save(self, packed: Any, frame: Frame) -> bool:
+        return type(packed) is Handle and packed.frame is frame and self.begin <= packed.position < self.end
 
 
 class Place(NamedTuple):

@@ -1,12 +1,13 @@
 """The random generators that a forward may draw from, rewound for its replay."""
 
+import _random
 import ctypes
 import functools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -15,17 +16,22 @@ _BITS, _HAS_GAUSS = 1, 3
 _NUM_BYTES = 4 * 624 + 4
 """Of a Mersenne Twister: 624 numbers and a position."""
 
-Access = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""How a generator's state is read and written."""
+
+class Access(NamedTuple):
+    """How a generator's state is read and written."""
+
+    get: Callable[[], Any]
+    set: Callable[[Any], Any]
 
 
 class RandomStream:
     """The state of one random generator."""
 
-    def __init__(self, get: Callable[[], Any], set_: Callable[[Any], Any]) -> None:
-        self._get = get
-        self._set = set_
-        self._state = get()
+    __slots__ = ("_access", "_state")
+
+    def __init__(self, access: Access) -> None:
+        self._access = access
+        self._state = access.get()
 
     @property
     def is_of_torch(self) -> bool:
@@ -34,46 +40,72 @@ class RandomStream:
 
     def now(self) -> Any:
         """Return its state as it is now."""
-        return self._get()
+        return self._access.get()
 
     def has_moved(self) -> bool:
         """Tell whether something was drawn since."""
-        now = self._get()
+        now = self.now()
         return not (torch.equal(now, self._state) if self.is_of_torch else _is_equal(now, self._state))
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Draw the same again for a while, and go on as before."""
-        now = self._get()
-        self._set(self._state)
+        now = self.now()
+        self._access.set(self._state)
         try:
             yield
         finally:
-            self._set(now)
+            self._access.set(now)
 
 
-class NumpyStream(RandomStream):
-    """The state of numpy's global generator, which is dear to read and to set: 30 microseconds each."""
+class _Global:
+    """A global generator, Python's or numpy's, whose state is dear to read and to set: up to 30 microseconds."""
+
+    def __init__(self, access: Access, bits: Callable[[], bytes | None], keeps_normal: Callable[[Any], bool]) -> None:
+        self.access = access
+        self.bits = bits
+        """Its memory, by which is known that nothing was drawn since; None if that cannot be read."""
+        self.keeps_normal = keeps_normal
+        """Whether a state has a normal that is kept back for the next draw; that draw moves no bits."""
+        self._last: tuple[bytes | None, Any] = (None, None)
+
+    def now(self) -> tuple[bytes | None, Any]:
+        """Return its memory and its state, which is read once between two draws."""
+        bits, last = self.bits(), self._last
+        if bits is None or bits != last[0] or self.keeps_normal(last[1]):
+            self._last = last = bits, self.access.get()
+        return last
+
+
+class GlobalStream(RandomStream):
+    """The state of a global generator."""
+
+    __slots__ = ("_bits", "_generator")
+
+    def __init__(self, generator: _Global) -> None:
+        self._generator = generator
+        self._access = generator.access
+        self._bits, self._state = generator.now()
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Draw the same again for a while, and go on as before; set nothing that is as it should be."""
-        now = self._get()
-        if not _is_same(now, self._state):
+        bits, now = self._generator.now()
+        keeps_normal = any(map(self._generator.keeps_normal, (self._state, now)))
+        if bits is None or bits != self._bits or keeps_normal:
             with super().rewound():
                 yield
             return
-        before = _numpy_bits()
         try:
             yield
         finally:
-            if before is None or now[_HAS_GAUSS] or _numpy_bits() != before:  # a normal that is kept back moves no bits
-                self._set(now)
+            if self._generator.bits() != bits:
+                self._access.set(now)
 
 
 def global_streams() -> tuple[Any, ...]:
     """Return how far the global generators of torch, Python and numpy have come: to compare, not to set."""
-    return random.getstate(), _numpy_bits() if "numpy" in sys.modules else None, *_torch_streams()
+    return _PYTHON.now()[1], _numpy_bits() if "numpy" in sys.modules else None, *_torch_streams()
 
 
 def _torch_streams() -> tuple[Any, ...]:
@@ -87,13 +119,11 @@ def _torch_streams() -> tuple[Any, ...]:
 
 def random_streams(devices: set[torch.device], generators: Iterable[Any]) -> list[RandomStream]:
     """Return the global generators of torch, Python and numpy, those of some devices, and the given ones."""
-    accesses: list[Access] = [(torch.get_rng_state, torch.set_rng_state), (random.getstate, random.setstate)]
+    accesses = [_TORCH]
     accesses += [_of_device(device) for device in devices if device.type not in ("cpu", "meta")]
     accesses += [access for generator in generators if (access := _access_of(generator)) is not None]
-    streams = [RandomStream(get, set_) for get, set_ in accesses]
-    if (numpy := sys.modules.get("numpy")) is not None:
-        streams.append(NumpyStream(numpy.random.get_state, numpy.random.set_state))
-    return streams
+    kinds = (_PYTHON, _NUMPY) if "numpy" in sys.modules else (_PYTHON,)
+    return [*map(RandomStream, accesses), *map(GlobalStream, kinds)]
 
 
 def is_generator(value: Any) -> bool:
@@ -103,25 +133,25 @@ def is_generator(value: Any) -> bool:
 
 def _access_of(value: Any) -> Access | None:
     if isinstance(value, torch.Generator):
-        return value.get_state, value.set_state
+        return Access(value.get_state, value.set_state)
     if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):  # that one has no state
-        return value.getstate, value.setstate
+        return Access(value.getstate, value.setstate)
     if type(value).__module__.startswith("numpy.random"):
         bits = getattr(value, "bit_generator", getattr(value, "_bit_generator", None))
         if hasattr(value, "get_state"):
-            return value.get_state, value.set_state
+            return Access(value.get_state, value.set_state)
         if bits is not None:
-            return functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state")
+            return Access(functools.partial(getattr, bits, "state"), functools.partial(setattr, bits, "state"))
     return None
 
 
+@functools.cache
 def _of_device(device: torch.device) -> Access:
     module = torch.get_device_module(device)
-
-    def set_state(state: torch.Tensor) -> None:
-        module.set_rng_state(state, device)
-
-    return functools.partial(module.get_rng_state, device), set_state
+    if (generators := getattr(module, "default_generators", None)) is not None:
+        generator = generators[module.current_device() if device.index is None else device.index]
+        return Access(generator.get_state, generator.set_state)
+    return Access(functools.partial(module.get_rng_state, device), lambda state: module.set_rng_state(state, device))
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -143,3 +173,43 @@ def _numpy_bits() -> bytes | None:
     if type(bits).__name__ != "MT19937":
         return None
     return ctypes.string_at(bits.ctypes.state_address, _NUM_BYTES)
+
+
+def _numpy_state() -> Any:
+    return sys.modules["numpy"].random.get_state()
+
+
+def _set_numpy_state(state: Any) -> None:
+    sys.modules["numpy"].random.set_state(state)
+
+
+def _python_bits() -> bytes | None:
+    """Return the memory of Python's global generator."""
+    return _bits_of(random._inst) if _CAN_READ else None
+
+
+def _bits_of(generator: random.Random) -> bytes:
+    return ctypes.string_at(id(generator) + object.__basicsize__, _PYTHON_BYTES)
+
+
+def _can_read() -> bool:
+    """Tell whether that memory is where it is in the Python that we know: it changes with a draw, and back."""
+    if sys.implementation.name != "cpython":
+        return False
+    generator = random.Random(0)
+    before = _bits_of(generator)
+    generator.random()
+    moved = _bits_of(generator)
+    generator.seed(0)
+    return moved != before == _bits_of(generator)
+
+
+_PYTHON_BYTES = _random.Random.__basicsize__ - object.__basicsize__
+_CAN_READ = _can_read()
+_TORCH = Access(torch.default_generator.get_state, torch.default_generator.set_state)
+_PYTHON = _Global(Access(random.getstate, random.setstate), _python_bits, lambda state: state[-1] is not None)
+_NUMPY = _Global(
+    Access(_numpy_state, _set_numpy_state),
+    _numpy_bits,
+    lambda state: bool(state[_HAS_GAUSS]),
+)

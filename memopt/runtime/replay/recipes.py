@@ -39,6 +39,11 @@ class Ingredient:
     place: Place | None
     """Where it is found otherwise."""
 
+    @property
+    def held(self) -> list[int]:
+        """The positions of what the function saved itself, and the frame holds."""
+        return [save for save in self.saves if isinstance(save, int)]
+
     def is_in(self, tensor: torch.Tensor, frame: Frame) -> bool:
         """Tell whether a tensor that was found in its place is it, or a view of it, and nobody has written to it."""
         if self.place is None or type(tensor) not in PLAIN or tensor.layout is not torch.strided:
@@ -57,8 +62,8 @@ class Ingredient:
 class Recipe:
     """What a call of a region keeps."""
 
-    looks: list[int]
-    """Of all its saves."""
+    sizes: list[int]
+    """Of all its saves, in bytes."""
     ingredients: tuple[Ingredient, ...]
     tail: dict[int, int | None]
     """The last saves, which are kept too: the position, and the ingredient that one lies on."""
@@ -69,10 +74,13 @@ class Recipe:
     """Of the saves that are looked at."""
     found: dict[tuple[int, int | None], list[int]] = field(init=False)
     """The ingredients to be found in a place: by position and module."""
+    num_found: int = field(init=False)
+    begins: dict[int, int] = field(init=False)
+    """Which ingredient's call begins with so many saves behind it."""
 
     def __post_init__(self) -> None:
         """Index the ingredients."""
-        held = [save for one in self.ingredients for save in one.saves if isinstance(save, int)]
+        held = [position for one in self.ingredients for position in one.held]
         found: dict[tuple[int, int | None], list[int]] = {}
         for number, one in enumerate(self.ingredients):
             if one.place is not None:
@@ -80,6 +88,8 @@ class Recipe:
         saved = (position for position, module in found if module is None)
         object.__setattr__(self, "positions", frozenset((*held, *self.tail, *saved)))
         object.__setattr__(self, "found", found)
+        object.__setattr__(self, "num_found", sum(map(len, found.values())))
+        object.__setattr__(self, "begins", {one.call.begin: number for number, one in enumerate(self.ingredients)})
 
 
 class Recipes:
@@ -106,7 +116,7 @@ class Recipes:
         while len(self._recipes) >= _MAX_RECIPES:
             del self._recipes[next(iter(self._recipes))]
         self._recipes[kind] = Recipe(
-            looks=frame.looks(),
+            sizes=frame.sizes(),
             ingredients=tuple(one for one in ingredients if one is not None),
             tail=results.tail(frame, kept),
             num_needed=results.num_needed,

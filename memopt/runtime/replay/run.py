@@ -19,7 +19,7 @@ from memopt.runtime.replay.dropping import Dropping
 from memopt.runtime.replay.filling import Filling
 from memopt.runtime.replay.following import Following
 from memopt.runtime.replay.frame import Frame, Handle, tensors_of, unpack
-from memopt.runtime.replay.hooks import HookRecord, has_hooks
+from memopt.runtime.replay.hooks import HookRecord
 from memopt.runtime.replay.keeping import Keeping
 from memopt.runtime.replay.light import MAX_SHAPES, Learned, LightCall, Shapes, shapes_of
 from memopt.runtime.replay.outputs import has_taker, offer_outputs
@@ -42,6 +42,8 @@ class Known:
     """By the number of saves of a forward, whether its replay may end with the last of them."""
     learns: bool = True
     """Whether the next call finds that out."""
+    is_steady: bool = False
+    """Whether the last call that was looked at left the modules with all they carried, and found the same."""
     is_proven: bool = False
     """Whether a replay was seen to compute what its forward did."""
     draws: bool = False
@@ -66,11 +68,11 @@ class Known:
         self.learns = True
         self.is_proven = self.draws = False
 
-    def light_call(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Learned | None:
+    def light_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Learned | None:
         """Return what was learned for arguments like these, if a call can rely on it."""
         shapes = shapes_of(args, kwargs)
         learned = None if shapes is None else self.light.get(shapes)
-        if learned is None or self.snapshot is None or not self.snapshot.holds() or has_hooks(module):
+        if learned is None or self.snapshot is None or not self.snapshot.holds() or self.snapshot.hooks.in_use():
             return None
         return learned if has_taker() else None
 
@@ -89,8 +91,8 @@ class Known:
         simple = plain and not self.draws and not self.reads_inside
         if shapes is None or not (simple and self.is_proven and outputs):
             return
-        looks = list(frame.looks())
-        self.light[shapes] = Learned(looks, len(looks) - len(outputs), outputs, num_tensors)
+        sizes = list(frame.sizes())
+        self.light[shapes] = Learned(sizes, len(sizes) - len(outputs), outputs, num_tensors)
         while len(self.light) > MAX_SHAPES:
             self.light.pop(next(iter(self.light)), None)
 
@@ -113,7 +115,7 @@ def run_checkpointed(
     """Call a region's forward without saving for backward what can be computed again; gradients stay exact."""
     habits = habits_of(module)
     known = habits.known = habits.known or Known()
-    learned = known.light_call(module, args, kwargs) if region.gives_recipes and known.light else None
+    learned = known.light_call(args, kwargs) if region.gives_recipes and known.light else None
     if learned is not None:
         attributes, outer = known.light_attributes(), torch._C._autograd._top_saved_tensors_default_hooks(True)
         light = LightCall(module, region.fqn, forward, attributes, counters, known.forget)
@@ -151,7 +153,7 @@ class _Call:
         self._attributes = Attributes(snapshot, arguments.parameters)
         devices = {device, *(leaf.tensor.device for leaf in arguments.leaves)}
         self._surroundings = Surroundings(devices, (*snapshot.generators, *arguments.generators))
-        self._hooks = HookRecord(module)
+        self._hooks = HookRecord(module, snapshot.hooks)
         self._policy = OP_POLICIES[str(region.policy)]
         self._drawn: list[torch.Tensor] = []
         self._standins: Standins | None = None
@@ -162,6 +164,7 @@ class _Call:
         if before is not None and before.holds():
             return before
         snapshot = Snapshot(module)
+        known.is_steady = False
         known.snapshot = snapshot if snapshot.is_lasting else None
         if before is None or not snapshot.resembles(before):
             known.forget()  # another mode, other children: the region may do something else now
@@ -204,6 +207,8 @@ class _Call:
         known = self._known
         written = self._arguments.close(learns=known.arguments is None)
         known.arguments = written | (known.arguments or frozenset())
+        if known.buffers is None or not known.is_steady:
+            known.is_steady = self._attributes.settle()
         changed = self._attributes.close(learns=known.buffers is None)
         known.buffers = changed | (known.buffers or frozenset())
         ended = watch.close()

@@ -5,7 +5,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._device import DeviceContext
 
 from memopt.runtime.replay.random_streams import random_streams
@@ -61,26 +61,22 @@ class Surroundings:
 
     def __init__(self, devices: set[torch.device], generators: Iterable[Any]) -> None:
         self._streams = random_streams(devices, generators)
-        cached = torch.is_autocast_cache_enabled()
-        self._autocasts = [
-            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind), cached)
-            for kind in {"cpu", *(device.type for device in devices)}
-        ]
-        self._backends = _cur_sdpa_kernel_backends()
-        self._default_dtype = torch.get_default_dtype()
+        self._computes_on_cpu = all(device.type in ("cpu", "meta") for device in devices)
+        self._looks = Looks.now()
         self._default_device = _default_device()
 
     def looks(self) -> tuple[Any, ...]:
         """Return what decides which kernels run."""
-        return *self._autocasts, *self._backends, self._default_dtype, torch.are_deterministic_algorithms_enabled()
+        return self._looks, torch.are_deterministic_algorithms_enabled()
 
     def have_moved(self) -> bool:
         """Tell whether anything was drawn since from any random stream."""
         return any(stream.has_moved() for stream in self._streams)
 
     def drawn(self) -> list[torch.Tensor]:
-        """Return how far torch's random streams have come."""
-        return [stream.now() for stream in self._streams if stream.is_of_torch]
+        """Return how far torch's random streams have come, of the devices that the region computes on."""
+        streams = self._streams if self._computes_on_cpu else self._streams[1:]  # the CPU's is the first
+        return [stream.now() for stream in streams if stream.is_of_torch]
 
     @contextmanager
     def restored(self) -> Iterator[None]:
@@ -92,13 +88,11 @@ class Surroundings:
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(stream.rewound())
-            for kind, enabled, dtype, cached in self._autocasts:
-                if enabled or torch.is_autocast_enabled(kind):
-                    stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cached))
-            if _cur_sdpa_kernel_backends() != self._backends:
-                stack.enter_context(sdpa_kernel(self._backends))
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(self._default_dtype)
+            stack.callback(
+                torch.set_default_dtype, torch.get_default_dtype()
+            )  # a replay may end in a forward that sets it
+            if (now := Looks.now()) != self._looks:
+                stack.enter_context(self._looks.restored(now))
             if self._default_device is not None and _default_device() != self._default_device:
                 stack.enter_context(self._default_device)
             yield
