@@ -12,7 +12,6 @@ from tests import models
 from tests.runtime.engines import cpu_engine
 from tests.runtime.steps import SWAP, assert_equal_gradients, gradients
 
-
 SEQ_LENGTH, TENSOR_BYTES = 64, 1 << 17
 
 
