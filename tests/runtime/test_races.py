@@ -43,10 +43,11 @@ def test_no_schedule_of_copies_changes_a_gradient(seed, slowest_ms, in_flight_by
 
     with cpu_engine(delay_s=delay_s, poison=True, cap_bytes=cap_bytes, in_flight_bytes=in_flight_bytes):
         plain, model = models.SharedAttention(), models.SharedAttention()
-        memopt.apply(model, SWAP, hidden())
+        handle = memopt.apply(model, SWAP, hidden())
         for one in (plain, model):
             losses = [one(hidden(seed=number)) for number in range(2)]
             for index in backward_order:
                 losses[index].backward()
         assert_equal_gradients(gradients(plain), gradients(model))
+        assert handle.stats().registered_tensors > 0
         del losses
