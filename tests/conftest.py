@@ -1,6 +1,7 @@
 """Golden files: one readable file a test and format, in ``__snapshots__`` beside the test. What all tests run on."""
 
 import gc
+import sys
 
 import pytest
 import torch
@@ -39,9 +40,17 @@ torch.set_num_threads(1)  # what tiny models take a step with soonest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def collector_without_imports():
-    """Spare the collector, which many tests call, all that was imported: it takes most of the time else."""
-    gc.collect()
-    gc.freeze()
-    yield
+def seen_modules():
+    """The modules that the collector was spared; in the end it sees all of them again."""
+    seen = set()
+    yield seen
     gc.unfreeze()
+
+
+@pytest.fixture(autouse=True)
+def collector_without_imports(seen_modules):
+    """Spare the collector, which many tests call, all that was imported: it takes most of the time else."""
+    if not seen_modules.issuperset(sys.modules):  # models of transformers are imported on use
+        seen_modules.update(sys.modules)
+        gc.collect()
+        gc.freeze()

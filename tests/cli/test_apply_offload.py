@@ -39,7 +39,7 @@ def assert_exact(values, steps=2):
 def test_the_flags_alone(command, model):
     """A batch that is large enough: nothing is set but the regions."""
     modules = "core_attn,attn_proj" + (",mlp_fc1" if model == "tiny-llama" else ",expert_fc1")
-    flags = (*TINY[1:3], *TINY[5:], "--batch-size", "4", "--seq-length", "2048")
+    flags = (*TINY[1:3], *TINY[5:], "--batch-size", "32", "--seq-length", "256")
     code, values, err = as_json(command, model, *flags, "--offload", modules, "--recompute", "layernorm")
     assert (code, err) == (0, "")
     assert_exact(values)

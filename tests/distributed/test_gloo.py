@@ -1,24 +1,16 @@
 """FSDP2 and DDP on one and two processes of this machine."""
 
-import socket
-
 import pytest
-import torch
 
 from tests.distributed import experts, workers
+from tests.distributed.processes import start
 from tests.runtime.checkpoints import MODES
 from tests.runtime.offloads import offload, recompute
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def run(world, *works):
-    """Do some works, each a function and its options, one after another in the same processes, which start slowly."""
-    torch.multiprocessing.spawn(workers.enter, (world, free_port(), works), nprocs=world)
+    """Do some works, each a function and its options, one after another in the same processes."""
+    start(workers.enter, world, works)
 
 
 @pytest.mark.parametrize(("world", "orders"), [(1, ("first forward",)), (2, ("before", "after"))])

@@ -1,10 +1,9 @@
 """Pipelines of two processes, microbatches and virtual stages in the orders of torch's own schedules."""
 
 import pytest
-import torch
 
 from tests.distributed import pipelines
-from tests.distributed.test_gloo import free_port
+from tests.distributed.processes import start
 
 SETTINGS = {"modules": pipelines.REGIONS, "min_tensor_elements": 1, "margin": "auto"}
 DELTA = 10_000
@@ -25,4 +24,4 @@ def works(schedule):
 @pytest.mark.parametrize("schedule", pipelines.SCHEDULES)
 def test_each_stage_is_exact_and_moves_its_plan_for_every_microbatch(schedule):
     """Faults: chunks told apart by which is current, a number of microbatches that is learned, a delta not kept."""
-    torch.multiprocessing.spawn(pipelines.enter, (2, free_port(), list(works(schedule))), nprocs=2)
+    start(pipelines.enter, 2, list(works(schedule)))

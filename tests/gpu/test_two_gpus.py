@@ -10,7 +10,7 @@ import memopt
 from memopt.runtime import finish_copies
 from memopt.runtime.engine import engine_of
 from tests import models
-from tests.distributed.test_gloo import free_port
+from tests.distributed.processes import free_port
 from tests.distributed.workers import enter_group, shard
 from tests.runtime.engines import total_stats
 from tests.runtime.steps import SWAP, assert_equal_gradients, step

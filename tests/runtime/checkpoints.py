@@ -1,12 +1,14 @@
 """Checkpointed models, made through the public API, and what their training must not differ in."""
 
 import copy
+import functools
 
 import torch
 from torch import nn
 
 import memopt
 from memopt.passes import ActivationCheckpoint
+from tests import zoo
 
 MODES = ("full", "selective")
 """Those that a configuration can name."""
@@ -53,6 +55,18 @@ def checkpointed(plain, mode, *args, **kwargs):
     """Return a checkpointed copy of a model, planned for these inputs, and the handle of its rewriting."""
     model = copy.deepcopy(plain)
     return model, memopt.apply(model, plan_of(memopt.analyze(plain, kwargs or args), mode))
+
+
+@functools.cache
+def graph_of(name, labelled):
+    inputs = zoo.batch(name, use_cache=False)
+    return memopt.analyze(zoo.ZOO[name](), {key: value for key, value in inputs.items() if labelled or key != "labels"})
+
+
+def checkpointed_zoo(name, mode, *, labelled=True):
+    """Return a model of the zoo, a checkpointed one, and the handle; the graph of a model is made once."""
+    model = zoo.ZOO[name]()
+    return zoo.ZOO[name](), model, memopt.apply(model, plan_of(graph_of(name, labelled), mode))
 
 
 def stacked(mode, x, *layers):

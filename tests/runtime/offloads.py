@@ -26,10 +26,10 @@ def recompute(*modules):
     return {"recompute": {"modules": list(modules)}}
 
 
-def rewritten(plain, config, inputs):
-    """Return a rewritten copy of a model, and the handle; planned for these inputs."""
+def rewritten(plain, config, inputs, graph=None):
+    """Return a rewritten copy of a model, and the handle; planned for these inputs, or by the graph made of them."""
     model = copy.deepcopy(plain)
-    return model, memopt.apply(model, memopt.plan(memopt.analyze(plain, inputs), **config))
+    return model, memopt.apply(model, memopt.plan(graph or memopt.analyze(plain, inputs), **config))
 
 
 def assert_exact(plain, model, inputs, steps=2):

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests import zoo
-from tests.runtime.checkpoints import MODES, calls, checkpointed, collected, stacked
+from tests.runtime.checkpoints import MODES, calls, checkpointed, checkpointed_zoo, collected, stacked
 
 
 @pytest.fixture(params=MODES)
@@ -35,7 +35,6 @@ class Bytes(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self._live = {}
-        self.peak_bytes = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -43,13 +42,23 @@ class Bytes(TorchDispatchMode):
         for storage in _storages(out):
             if storage._cdata not in known:
                 self._live[storage._cdata] = storage._weak_ref(), storage.nbytes()
-        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
         return out
 
     def live_bytes(self):
         """Return the bytes of the storages that were made in here and are there still."""
         self._live = {key: value for key, value in self._live.items() if not torch.UntypedStorage._expired(value[0])}
         return sum(size for _, size in self._live.values())
+
+
+class PeakBytes(Bytes):
+    """Count after every operator, which takes its time."""
+
+    peak_bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.peak_bytes = max(self.peak_bytes, self.live_bytes())
+        return out
 
 
 def _storages(values):
@@ -81,7 +90,7 @@ def stack(mode, num_layers=4):
 def step_bytes(model):
     """Return the bytes that one step holds after its forward, at its peak, and after its backward but for gradients."""
     model.zero_grad()
-    with Bytes() as measured:
+    with PeakBytes() as measured:
         loss = model(ROWS).square().mean()
         after_forward = measured.live_bytes()
         loss.backward()
@@ -121,9 +130,7 @@ def test_less_is_held_by_real_models(name):
     inputs = zoo.batch(name, use_cache=False)
     held = {}
     for mode in ("off", *MODES):
-        model = zoo.ZOO[name]()
-        if mode != "off":
-            model, _ = checkpointed(model, mode, **inputs)
+        model = zoo.ZOO[name]() if mode == "off" else checkpointed_zoo(name, mode)[1]
         for _ in range(3):
             model.zero_grad()
             with Bytes() as measured:
@@ -140,8 +147,7 @@ def num_tensors():
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gemma3n", "mamba", "wav2vec2_conformer"])
 def test_twenty_steps_leave_no_more_than_one(name, mode):
     inputs = zoo.batch(name, use_cache=False)
-    unlabelled = {key: value for key, value in inputs.items() if key != "labels"}
-    model, _ = checkpointed(zoo.ZOO[name](), mode, **unlabelled)
+    _, model, _ = checkpointed_zoo(name, mode, labelled=False)
     counts = []
     for seed in range(20):
         zoo.train_step(model, inputs, seed)

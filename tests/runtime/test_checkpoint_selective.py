@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from tests import zoo
-from tests.runtime.checkpoints import MODES, Stack, calls, checkpointed, collected, gradients, stacked
+from tests.runtime.checkpoints import MODES, Stack, calls, checkpointed, checkpointed_zoo, collected, gradients, stacked
 
 ROWS, WIDTH = 2048, 256
 """Of a size that nothing of it is kept for being small: 2 MiB."""
@@ -285,7 +285,7 @@ def test_attention_is_not_run_in_the_replay(name):
     inputs = zoo.batch(name, use_cache=False)
     num_layers = plain.config.num_hidden_layers
     for mode, num_again in {"full": num_layers, "selective": 0, "attention-only": 0}.items():
-        model, handle = checkpointed(plain, mode, **inputs)
+        _, model, handle = checkpointed_zoo(name, mode)
         want = zoo.train_step(plain, inputs)
         assert zoo.differing(want, zoo.train_step(model, inputs)) == []
         first, again = step_of(name, model)
@@ -337,8 +337,8 @@ def test_attention_dropout_of_a_model(mode):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gpt_oss", "gemma3n", "mamba", "bert"])
 def test_under_autocast(name, mode):
     """Products save casts of their operands, which are made anew."""
-    plain, inputs = zoo.ZOO[name](), zoo.batch(name, use_cache=False)
-    model, handle = checkpointed(plain, mode, **inputs)
+    inputs = zoo.batch(name, use_cache=False)
+    plain, model, handle = checkpointed_zoo(name, mode)
 
     def step(one, seed):
         with torch.autocast("cpu", dtype=torch.bfloat16):

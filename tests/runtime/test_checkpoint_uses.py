@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from tests import zoo
-from tests.runtime.checkpoints import MODES, calls, checkpointed, collected, gradients, stacked
+from tests.runtime.checkpoints import MODES, calls, checkpointed, checkpointed_zoo, collected, gradients, stacked
 
 
 @pytest.fixture(params=MODES)
@@ -139,8 +139,8 @@ def test_weights_of_a_functional_call_are_let_go(pair):
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3_moe", "gemma3n"])
 def test_saving_on_the_cpu_around_the_model(name, mode):
-    plain, inputs = zoo.ZOO[name](), zoo.batch(name, use_cache=False)
-    model, handle = checkpointed(plain, mode, **inputs)
+    inputs = zoo.batch(name, use_cache=False)
+    plain, model, handle = checkpointed_zoo(name, mode)
     for seed in range(3):
         want = zoo.train_step(plain, inputs, seed)
         model.zero_grad()
@@ -183,8 +183,8 @@ def test_hooks_around_the_model_get_what_a_region_holds(pair):
 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_eval_no_grad_and_inference_mode_step_aside(name, mode):
-    plain, inputs = zoo.ZOO[name](), zoo.batch(name, use_cache=False)
-    model, handle = checkpointed(plain, mode, **inputs)
+    inputs = zoo.batch(name, use_cache=False)
+    plain, model, handle = checkpointed_zoo(name, mode)
     with torch.no_grad():
         assert not model(**inputs).loss.requires_grad
     with torch.inference_mode():
@@ -204,9 +204,7 @@ def test_eval_no_grad_and_inference_mode_step_aside(name, mode):
 def test_microbatches_in_flight(name, order, mode):
     """As pipelines schedule them: all forwards, then all backwards, in any order."""
     inputs = zoo.batch(name, use_cache=False)
-    plain = zoo.ZOO[name]()
-    unlabelled = {key: value for key, value in inputs.items() if key != "labels"}
-    model, handle = checkpointed(plain, mode, **unlabelled)
+    plain, model, handle = checkpointed_zoo(name, mode, labelled=False)
     results = []
     for one in (plain, model):
         transformers.set_seed(0)
@@ -248,8 +246,8 @@ def in_threads(*functions):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3n"])
 def test_two_threads_train_two_copies(name, mode):
-    plain, inputs = zoo.ZOO[name](), zoo.batch(name, use_cache=False)
-    model, handle = checkpointed(plain, mode, **inputs)
+    inputs = zoo.batch(name, use_cache=False)
+    plain, model, handle = checkpointed_zoo(name, mode)
     other = copy.deepcopy(model)
 
     def steps(one):
@@ -272,9 +270,8 @@ def thread_grads(model, inputs):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma3n"])
 def test_two_threads_train_one_model(name, mode):
-    plain = zoo.ZOO[name]()
     batches = [shifted(zoo.batch(name, use_cache=False), n) for n in range(2)]
-    model, handle = checkpointed(plain, mode, **batches[0])
+    plain, model, handle = checkpointed_zoo(name, mode)
     hook = model.model.layers[0].mlp.register_forward_hook(lambda module, args, out: None)
     want = [thread_grads(plain, inputs) for inputs in batches]
     got = in_threads(*(lambda inputs=inputs: thread_grads(model, inputs) for inputs in batches))

@@ -19,8 +19,8 @@ from memopt.runtime.replay.keeping import Keeping
 from tests import zoo
 from tests.runtime.checkpoints import Stack, checkpointed, gradients, stacked
 
-ROWS, WIDTH = 2048, 256
-"""Of a size that nothing of it is kept for being small: 2 MiB."""
+ROWS, WIDTH = 1280, 256
+"""Of a size that nothing of it is kept for being small: more than 1 MiB."""
 
 FOUND = [
     "llama", "qwen3", "phi3", "gemma3", "gpt2", "gpt_neox", "gemma4", "mamba2", "falcon_h1", "modernbert", "t5", "whisper",

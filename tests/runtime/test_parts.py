@@ -1,6 +1,7 @@
 """Regions of layers, swapped each alone and together with recomputed parts: exact, and as the plan says to the byte."""
 
 import copy
+import functools
 
 import pytest
 import torch
@@ -33,13 +34,19 @@ ABSENT = {
 PRESENT = [(model, name) for model in MODELS for name in REGIONS if name not in ABSENT[model]]
 
 
+@functools.cache
+def graph_of(name, autocast="none"):
+    """Return the graph of a model, which is the same for all that is asked of it."""
+    return memopt.analyze(zoo.ZOO[name](), zoo.batch(name), autocast=autocast)
+
+
 def asked(region):
     return ("core_attn", "attn_proj") if region == "attn_proj" else (region,)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_the_regions_of_a_model_are_those_that_it_has(name):
-    found = memopt.regions(memopt.analyze(zoo.ZOO[name](), zoo.batch(name)))
+    found = memopt.regions(graph_of(name))
     assert set(REGIONS) - set(found) == set(ABSENT[name])
 
 
@@ -47,7 +54,7 @@ def test_the_regions_of_a_model_are_those_that_it_has(name):
 def test_each_region_alone_is_exact_and_moves_what_is_planned(name, region):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name)
     with cpu_engine(poison=True):
-        model, handle = rewritten(plain, offload(*asked(region)), inputs)
+        model, handle = rewritten(plain, offload(*asked(region)), inputs, graph_of(name))
         assert account(handle.plan).swap_bytes > 0
         assert_as_planned(handle, model, inputs)
         assert_exact(plain, model, inputs)
@@ -58,7 +65,7 @@ def test_each_region_alone_is_exact_and_moves_what_is_planned(name, region):
 def test_the_paradigm_is_exact_and_moves_what_is_planned(name):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name)
     with cpu_engine(poison=True):
-        model, handle = rewritten(plain, PARADIGM, inputs)
+        model, handle = rewritten(plain, PARADIGM, inputs, graph_of(name))
         assert_as_planned(handle, model, inputs)
         assert_exact(plain, model, inputs)
         assert_as_planned(handle, model, inputs)
@@ -86,7 +93,7 @@ def test_the_paradigm_is_exact_and_moves_what_is_planned(name):
 def test_what_is_held_between_forward_and_backward_is_what_the_plan_says(name, config):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name)
     with cpu_engine():
-        model, handle = rewritten(plain, config, inputs)
+        model, handle = rewritten(plain, config, inputs, graph_of(name))
         freed = held_after_forward(plain, inputs) - held_after_forward(model, inputs)
         assert freed == account(handle.plan).net_freed_bytes
         assert_exact(plain, model, inputs)
@@ -97,7 +104,7 @@ def test_what_is_held_between_forward_and_backward_is_what_the_plan_says(name, c
 @pytest.mark.parametrize("more", [(), ("layernorm", "moe_act", "mlp_act")], ids=["offload", "recompute too"])
 def test_under_autocast_too_what_is_held_is_what_the_plan_says(name, more):
     plain, inputs = zoo.ZOO[name](), zoo.batch(name)
-    graph = memopt.analyze(plain, inputs, autocast="bfloat16")
+    graph = graph_of(name, autocast="bfloat16")
     with cpu_engine(), torch.autocast("cpu", torch.bfloat16):
         model = copy.deepcopy(plain)
         handle = memopt.apply(
@@ -115,7 +122,7 @@ def test_what_a_module_is_called_with_that_runs_again_as_a_whole_moves_too(name,
     plain, inputs = zoo.ZOO[name](), zoo.batch(name)
     modules = [pattern] if pattern.endswith("layers.*") else [pattern, "core_attn"]
     with cpu_engine():
-        model, handle = rewritten(plain, offload(*modules) | recompute(whole), inputs)
+        model, handle = rewritten(plain, offload(*modules) | recompute(whole), inputs, graph_of(name))
         freed = held_after_forward(plain, inputs) - held_after_forward(model, inputs)
         assert freed == account(handle.plan).net_freed_bytes
         assert_exact(plain, model, inputs)

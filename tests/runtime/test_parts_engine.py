@@ -1,6 +1,7 @@
 """How regions go out and come back: limits, marks, gathered and shared views, and what a forward may do meanwhile."""
 
 import copy
+import functools
 import gc
 import pickle
 import random
@@ -281,8 +282,13 @@ def test_no_schedule_of_copies_changes_a_gradient(
 PLAIN = zoo.ZOO["llama"](num_hidden_layers=3)
 
 
+@functools.cache
+def _graph():
+    return memopt.analyze(PLAIN, words(12))
+
+
 def _plan(config):
-    return memopt.plan(memopt.analyze(PLAIN, words(12)), **config)
+    return memopt.plan(_graph(), **config)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
