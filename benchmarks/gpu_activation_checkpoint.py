@@ -10,7 +10,7 @@ import json
 import statistics
 
 import torch
-from gpu_steps import arguments, nothing, prepare, timed, timed_in_a_row, train_step, write
+from gpu_steps import arguments, nothing, prepare, timed, train_step, write
 from torch.profiler import ProfilerActivity, profile
 
 import memopt
@@ -51,14 +51,13 @@ MODES = {"off": nothing, "transformers": transformers_checkpoint} | {
 
 
 def measure(mode, model, graph, batch, device, steps):
-    """Warm up, then return the times and peaks of some steps, and the time of a step of as many in a row."""
+    """Warm up, then measure some steps."""
     with MODES[mode](model, graph):
         for _ in range(WARM_UP):
             timed(model, batch, device)
         rows = [timed(model, batch, device) for _ in range(steps)]
-        in_a_row = timed_in_a_row(model, batch, device, steps)
     gc.collect()
-    return rows, in_a_row
+    return rows
 
 
 def compare_gradients(stepper, model, graph, batch):
@@ -89,39 +88,37 @@ def kernels(mode, model, graph, batch):
     return {"device_ms": total / 1e3, "longest": longest}
 
 
-def summary(args, model, graph, results, in_a_row, device):
+def summary(args, model, graph, results, device):
     rows = {}
     for mode, measured in results.items():
-        rows[mode] = {"peak_bytes": max(peak for rows in measured for _, peak in rows)}
-        rows[mode] |= {"seconds": _spread([s for rows in measured for s, _ in rows])}
-        rows[mode] |= {"seconds_in_a_row": _spread(in_a_row[mode])}
+        rows[mode] = {"peak_bytes": max(row.peak_bytes for rows in measured for row in rows)}
+        rows[mode] |= {"seconds": _spread([row.seconds for rows in measured for row in rows])}
+        rows[mode] |= {"forward_cpu_seconds": _spread([row.forward_cpu_seconds for rows in measured for row in rows])}
         for base in ("off", "transformers"):
             pairs = zip(measured, results[base], strict=True)
-            ratios = [s / b for rows, base_rows in pairs for (s, _), (b, _) in zip(rows, base_rows, strict=True)]
+            ratios = [r.seconds / b.seconds for rows, others in pairs for r, b in zip(rows, others, strict=True)]
             rows[mode][f"ratio_to_{base}"] = _spread(ratios)
     for mode in OURS:
         totals = account(planned(graph, mode))
         rows[mode]["predicted_net_freed_bytes"] = totals.net_freed_bytes
         rows[mode]["measured_freed_bytes"] = rows["off"]["peak_bytes"] - rows[mode]["peak_bytes"]
     added = [_added(results, mode) for mode in ("full", "selective")]
-    added_in_a_row = [[s - b for s, b in zip(in_a_row[m], in_a_row["off"], strict=True)] for m in ("full", "selective")]
     return {
         "model": args.preset, "num_layers": model.config.num_hidden_layers, "batch_size": args.batch_size,
         "seq_length": args.seq_length, "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device == "cuda" else "cpu",
-        "selective_added_time_to_full": _ratios(*added),
-        "selective_added_time_to_full_in_a_row": _ratios(*added_in_a_row),
+        "selective_added_time_to_full": _spread([s / f for f, s in zip(*added, strict=True) if f > 0]),
         "modes": rows,
     }  # fmt: skip
 
 
 def _added(results, mode):
     pairs = zip(results[mode], results["off"], strict=True)
-    return [statistics.median(s for s, _ in rows) - statistics.median(s for s, _ in base) for rows, base in pairs]
+    return [_median(rows) - _median(base) for rows, base in pairs]
 
 
-def _ratios(full, selective):
-    return _spread([s / f for f, s in zip(full, selective, strict=True) if f > 0])
+def _median(rows):
+    return statistics.median(row.seconds for row in rows)
 
 
 def _spread(values):
@@ -139,15 +136,12 @@ def main():
     if args.gradients_only:
         print(json.dumps(compare_gradients(stepper, model, graph, batch)))
         return
-    results, in_a_row = {mode: [] for mode in MODES}, {mode: [] for mode in MODES}
+    results = {mode: [] for mode in MODES}
     for pair in range(args.pairs):
         for mode in MODES:
-            rows, seconds = measure(mode, model, graph, batch, device, steps=4)
-            results[mode].append(rows)
-            in_a_row[mode].append(seconds)
-        print(pair, {m: [round(row[0], 3) for row in rows[-1]] for m, rows in results.items()}, flush=True)
-        print(pair, "in a row", {m: round(rows[-1], 3) for m, rows in in_a_row.items()}, flush=True)
-    report = summary(args, model, graph, results, in_a_row, device)
+            results[mode].append(measure(mode, model, graph, batch, device, steps=4))
+        print(pair, {m: [round(row.seconds, 3) for row in rows[-1]] for m, rows in results.items()}, flush=True)
+    report = summary(args, model, graph, results, device)
     if args.kernels and device == "cuda":
         report["kernels"] = {mode: kernels(mode, model, graph, batch) for mode in MODES}
     print(json.dumps(report, indent=1))

@@ -156,10 +156,11 @@ def summary(args, model, plan, results, copied, gradients, device):
     base = results["nothing"]
     rows = {}
     for mode, measured in results.items():
-        seconds = [s for rows in measured for s, _ in rows]
-        ratios = [s / b for rows, base_rows in zip(measured, base) for (s, _), (b, _) in zip(rows, base_rows)]
+        seconds = [row.seconds for rows in measured for row in rows]
+        pairs = [pair for rows, base_rows in zip(measured, base) for pair in zip(rows, base_rows)]
+        ratios = [row.seconds / base_row.seconds for row, base_row in pairs]
         rows[mode] = {
-            "peak_bytes": max(p for rows in measured for _, p in rows),
+            "peak_bytes": max(row.peak_bytes for rows in measured for row in rows),
             "step_seconds": {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds)},
             "ratio_to_nothing": {"median": statistics.median(ratios), "min": min(ratios), "max": max(ratios)},
             **copied[mode],

@@ -74,8 +74,8 @@ def measure(model, plan, batch, steps, warm_up=WARM_UP):
         rows = [timed(model, batch, "cuda") for _ in range(steps)]
         after = handle.stats() if handle else None
     gc.collect()
-    row = {"held_bytes": held, "peak_bytes": max(peak for _, peak in rows), "seconds": min(s for s, _ in rows)}
-    row["median_seconds"] = statistics.median(s for s, _ in rows)
+    row = {"held_bytes": held, "peak_bytes": max(r.peak_bytes for r in rows), "seconds": min(r.seconds for r in rows)}
+    row["median_seconds"] = statistics.median(r.seconds for r in rows)
     if handle:
         row["copied_bytes"] = (after.copied_out_bytes - before.copied_out_bytes) // steps
     return row

@@ -6,6 +6,7 @@ import json
 import time
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -75,6 +76,15 @@ class StepInBackward:
         return sums, float(loss)
 
 
+class Step(NamedTuple):
+    """What one step took."""
+
+    seconds: float
+    peak_bytes: int
+    forward_cpu_seconds: float
+    """Of the thread that launches the forward: what it has to do, and waiting for a place in the GPU's queue."""
+
+
 def train_step(model, batch):
     loss = model(**batch).loss
     loss.backward()
@@ -87,25 +97,15 @@ def nothing(model, plan):
 
 
 def timed(model, batch, device):
-    """Return (seconds, peak allocated bytes) of one step."""
+    """Take one step and measure it."""
     if device == "cuda":
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    train_step(model, batch)
+    began, cpu_began = time.perf_counter(), time.thread_time()
+    loss = model(**batch).loss
+    forward_cpu_seconds = time.thread_time() - cpu_began
+    loss.backward()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
-    return seconds, torch.cuda.max_memory_allocated() if device == "cuda" else 0
-
-
-def timed_in_a_row(model, batch, device, steps):
-    """Return the seconds of a step, of several between which nobody waits: as where no loss is looked at."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    began = time.perf_counter()
-    for _ in range(steps):
-        train_step(model, batch)
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return (time.perf_counter() - began) / steps
+    return Step(seconds, torch.cuda.max_memory_allocated() if device == "cuda" else 0, forward_cpu_seconds)

@@ -131,7 +131,7 @@ def test_200_steps_without_growth(monkeypatch):
             pool = engine_of(torch.device("cpu")).pool
             counts.append((live, pool.held_bytes, pool.in_use_bytes))
     (live, held, _), (later_live, later_held, in_use) = counts
-    assert later_live <= live  # fewer, where the collector finds what earlier tests have left
+    assert later_live < live + 20  # a leak is one a step; the thread that copies may hold its last ones still
     assert later_held == held
     assert in_use == 0
     assert handle.stats().copied_out_tensors > 200
