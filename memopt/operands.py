@@ -8,7 +8,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.tensors import MAX_CAST_CHAIN, VIEWS, storage_key
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)
+TENSORS = (torch.Tensor, FakeTensor)
+"""Plain ones, real or as a prediction has them."""
+PLAIN = (*TENSORS, torch.nn.Parameter)
 """The classes of tensors whose storage is all there is to them."""
 _PLAIN_VALUES = (bool, int, float, str, torch.dtype, torch.device)
 
@@ -86,7 +88,7 @@ def _extent_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    plain = isinstance(tensor, FakeTensor) or type(tensor) in PLAIN
+    plain = type(tensor) in PLAIN
     return plain and tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
 
 

@@ -16,6 +16,7 @@ from memopt.runtime.backends import Backend, Event, backend_for
 from memopt.runtime.counters import Counters
 from memopt.runtime.host_memory import available_host_bytes
 from memopt.runtime.pool import Block, HostPool
+from memopt.runtime.prediction import predicted_engine
 from memopt.runtime.slot import Leftover, Slot, State
 from memopt.units import format_bytes
 
@@ -187,7 +188,9 @@ os.register_at_fork(after_in_child=_ENGINES.clear)  # a child has the engines, b
 
 
 def engine_of(device: torch.device) -> Engine:
-    """Return the engine of a device, made when first asked for."""
+    """Return the engine of a device, made when first asked for; in a prediction its own."""
+    if (predicted := predicted_engine()) is not None:
+        return predicted  # type: ignore[no-any-return]
     with _ENGINES_LOCK:
         if device not in _ENGINES:
             _ENGINES[device] = Engine(backend_for(device))

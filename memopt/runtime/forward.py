@@ -18,6 +18,7 @@ from memopt.runtime.engine import engine_of
 from memopt.runtime.group import Group
 from memopt.runtime.module_state import link, state_of
 from memopt.runtime.parts import PartsGroup
+from memopt.runtime.prediction import predicts
 from memopt.runtime.region import Region, method_region, previous_of, region_of
 from memopt.runtime.replan import decide_anew
 from memopt.runtime.replay import run_checkpointed
@@ -155,7 +156,7 @@ def _saves_in_method() -> bool:
     return (
         torch.is_grad_enabled()
         and torch._C._functorch.peek_interpreter_stack() is None
-        and torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None
+        and (predicts() or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is None)
         and forward_ad._current_level < 0
         and torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
         and not _has_owner()

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from memopt.ir.regions import Save, regions_in
-from memopt.operands import PLAIN
+from memopt.operands import PLAIN, TENSORS
 from memopt.runtime.group import Group
 from memopt.runtime.handles import Kept, Swapped, check_version
 from memopt.runtime.recipe import Recipe
@@ -113,7 +113,7 @@ class PartsGroup(Group):
         """Return what holds a tensor that stays: most of a layer's saves do, and have nothing but a version to check."""
         if self._outer is not None or type(tensor) not in PLAIN:
             return Kept(self, tensor, self._outer)
-        return tensor if type(tensor) is not torch.Tensor else tensor.detach(), tensor._version
+        return tensor if type(tensor) not in TENSORS else tensor.detach(), tensor._version
 
     def _move_at(self, tensor: torch.Tensor, position: int) -> Move:
         """Return what was learned for a position; only where something is to move it must be what was learned."""
@@ -147,7 +147,7 @@ class PartsGroup(Group):
         return slot
 
     def _recipe(self, tensor: torch.Tensor) -> Recipe | None:
-        if tensor.layout is not torch.strided or type(tensor) is not torch.Tensor:
+        if tensor.layout is not torch.strided or type(tensor) not in TENSORS:
             return None
         output = self._outputs.get(storage_key(tensor))
         if output is not None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch._dynamo.eval_frame import skip_code
 
 from memopt.errors import ReplayError
+from memopt.operands import TENSORS
 from memopt.runtime.counters import Counters
 from memopt.runtime.replay.arguments import Hooks, versions_of
 from memopt.runtime.replay.attributes import Attributes
@@ -71,7 +72,7 @@ def shapes_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Shapes | None
     """Return what the arguments look like, and what is switched on around; None for more than tensors and plain values."""
     described: list[Any] = [Looks.now()]
     for value in (*args, *kwargs.values()) if kwargs else args:
-        if type(value) is torch.Tensor and not value.is_inference():
+        if type(value) in TENSORS and not value.is_inference():
             described += (value.shape, value.dtype, value.requires_grad, value.stride())
         elif type(value) in _ATOMS:
             described.append(value)
@@ -175,7 +176,7 @@ class _Packed:
     @staticmethod
     def of(value: Any, outer: Hooks) -> Any:
         """Return a value as it is kept: tensors packed."""
-        return _Packed(value, outer) if type(value) is torch.Tensor else value
+        return _Packed(value, outer) if type(value) in TENSORS else value
 
     def value(self) -> torch.Tensor:
         """Return the tensor as the part met it."""
@@ -184,7 +185,7 @@ class _Packed:
 
 def _versions(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[int]:
     values = (*args, *kwargs.values()) if kwargs else args
-    return versions_of([value for value in values if type(value) is torch.Tensor])
+    return versions_of([value for value in values if type(value) in TENSORS])
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch._dynamo.eval_frame import skip_code
 
 from memopt.errors import BackwardInsideError, ReplayError, SavedTensorModifiedError
 from memopt.operands import PLAIN
+from memopt.runtime.prediction import alike, predicts
 from memopt.runtime.replay.arguments import version_of
 from memopt.tensors import is_odd, storage_key
 
@@ -71,7 +72,7 @@ class Record:
 
     def fills_late(self) -> bool:
         """Tell whether one of the last saves was filled after it was made: RReLU's noise is."""
-        return any(not torch.equal(tensor, before) for tensor, before in self._last)
+        return any(not alike(tensor, before) for tensor, before in self._last)
 
     def samples(self, released: Collection[int]) -> "Samples":
         """Return a few values of each tensor, now that all are filled; the host does not wait for them.
@@ -97,7 +98,7 @@ class Samples:
     def check(self, fqn: str, again: Mapping[int, torch.Tensor]) -> None:
         """Raise ReplayError if a tensor that was computed again has other values; the host waits once."""
         compared = [position for position in self._values if position in again and _has_values(again[position])]
-        if not compared:
+        if not compared or predicts():
             return
         with torch.no_grad():
             answers = [_is_unlike(self._values[n], self._pick(again[n])) for n in compared]

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from memopt.runtime.prediction import alike, predicts
+
 _BITS, _HAS_GAUSS = 1, 3
 """Where the numbers, and whether a normal is kept back, stand in what `numpy.random.get_state` returns."""
 _NUM_BYTES = 4 * 624 + 4
@@ -45,7 +47,7 @@ class RandomStream:
     def has_moved(self) -> bool:
         """Tell whether something was drawn since."""
         now = self.now()
-        return not (torch.equal(now, self._state) if self.is_of_torch else _is_equal(now, self._state))
+        return not (alike(now, self._state) if self.is_of_torch else _is_equal(now, self._state))
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
@@ -105,6 +107,8 @@ class GlobalStream(RandomStream):
 
 def global_streams() -> tuple[Any, ...]:
     """Return how far the global generators of torch, Python and numpy have come: to compare, not to set."""
+    if predicts():  # nothing is drawn
+        return ()
     return _PYTHON.now()[1], _numpy_bits() if "numpy" in sys.modules else None, *_torch_streams()
 
 

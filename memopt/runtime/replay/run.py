@@ -12,6 +12,7 @@ from torch import nn
 from memopt.errors import BackwardInsideError
 from memopt.ir import OP_POLICIES
 from memopt.runtime.counters import Counters
+from memopt.runtime.prediction import alike
 from memopt.runtime.region import Region, habits_of
 from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
@@ -266,7 +267,7 @@ class _Call:
 
     def has_drawn(self) -> bool:
         """Tell whether torch's random streams have come as far as at the end of the forward."""
-        return all(map(torch.equal, self._surroundings.drawn(), self._drawn))
+        return all(map(alike, self._surroundings.drawn(), self._drawn))
 
 
 def _as_it_is(tensor: torch.Tensor) -> torch.Tensor:

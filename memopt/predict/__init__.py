@@ -1,0 +1,1 @@
+"""Foretell what a training step will take: run the rewritten model on fake tensors and count what is alive."""
