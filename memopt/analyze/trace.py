@@ -98,6 +98,7 @@ def _observe_fake(
             stack.enter_context(torch.autocast(device, dtype=DTYPES[autocast]))
         observe(twin, fake_args, fake_kwargs, seen=seen)
         name_saves(seen)
+    seen.asked_for_choices = values.asked_for_choices
     return seen
 
 
@@ -161,6 +162,11 @@ def _notes(twin: nn.Module, seen: Observation, *, autocast: str, target_device: 
         saves = count_noun(seen.num_without_storage, "saved tensor")
         notes.append(
             f"{saves} without a storage of their own (sparse) are not in this trace, nor their bytes in its sums"
+        )
+    if seen.asked_for_choices:
+        notes.append(
+            "what is computed of which tokens depends on data (a loop over experts): the trace took the choices of topk to "
+            "be balanced, so that a real step differs in these sizes"
         )
     return tuple(notes)
 
