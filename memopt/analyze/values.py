@@ -1,15 +1,15 @@
 """Know the values of what follows from the inputs alone: masks, positions, lengths. Models take branches on them.
 
-A fake tensor has no values. What is computed from inputs and constants alone, without a weight, is therefore computed a
-second time for real, as long as it is small. Of what data choose, the choices of a router are assumed to be balanced:
-its rows take the candidates in turn. A question put to anything else is an error, unless a healthy run has but one
-answer to it.
+A fake tensor has no values. What is computed from inputs, constants and a live model's tables of whole numbers alone,
+without a weight, is therefore computed a second time for real, as long as it is small. The choices of routers are taken
+to be balanced (`choices`). A question put to anything else is an error, unless a healthy run has but one answer to it.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -63,6 +63,14 @@ class InputValues(TorchFunctionMode):
         if not tensor.requires_grad and tensor.numel() <= MAX_ELEMENTS:
             setattr(fake, _VALUE, tensor.detach().cpu().clone())
         return fake
+
+    def know_tables(self, model: nn.Module, twin: nn.Module) -> None:
+        """Let a live model's twin know the values of buffers that hold no floating-point numbers: positions, tables."""
+        copies = dict(twin.named_buffers())
+        for name, buffer in model.named_buffers():
+            is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta
+            if is_plain and buffer.dtype in (*_WHOLE, torch.bool) and buffer.numel() <= MAX_ELEMENTS and name in copies:
+                setattr(copies[name], _VALUE, buffer.detach().cpu().clone())
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function on fake tensors, and on the values of its operands if all of them are known."""

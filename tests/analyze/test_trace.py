@@ -178,6 +178,21 @@ def test_counts_of_no_known_length_are_an_error():
         memopt.analyze(Routed(), torch.randn(2, 4, requires_grad=True))
 
 
+def test_tables_of_a_live_model_are_known():
+    class Hashing(nn.Module):
+        """Its experts are chosen by a table of words, as those of DeepSeek-V4's first layers are."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("expert_of", torch.tensor([0, 2, 2]))
+
+        def forward(self, x, ids):
+            return x[self.expert_of[ids] == 2].exp()
+
+    inputs = {"x": torch.randn(4, 8, requires_grad=True), "ids": torch.tensor([0, 1, 2, 2])}
+    assert [t.shape for t in memopt.analyze(Hashing(), inputs).saved if t.op == "Exp"] == [(3, 8)]
+
+
 class Routed(nn.Module):
     """Experts in a loop over those that a router chose, by masks, numbers and bounds that follow from its choices."""
 
