@@ -167,8 +167,8 @@ def _notes(twin: nn.Module, seen: Observation, *, autocast: str, target_device: 
         )
     if seen.asked_for_choices:
         notes.append(
-            "what is computed of which tokens depends on data (a loop over experts): the trace took the choices of topk to "
-            "be balanced, so that a real step differs in these sizes"
+            "what is computed of which tokens depends on data (a loop over experts): the trace took routers to choose "
+            "evenly, so that a real step differs in these sizes"
         )
     return tuple(notes)
 

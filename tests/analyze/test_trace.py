@@ -217,7 +217,18 @@ def test_routers_are_taken_to_choose_evenly_where_a_trace_asks_for_their_choices
     rows = {t.owner: t.shape[0] for t in graph.saved if t.owner.startswith("experts") and t.field == "mat1"}
     assert rows == {f"experts.{number}": 3 for number in range(4)}
     assert [t.shape for t in graph.saved if t.op == "Exp"] == [(3, 8)]
-    assert "choices of topk to be balanced" in "".join(graph.notes)
+    assert "routers to choose evenly" in "".join(graph.notes)
+
+
+@pytest.mark.parametrize("keepdim", [True, False])
+def test_a_router_that_chooses_one_expert_by_its_maximum_is_balanced_too(keepdim):
+    class Single(nn.Module):
+        def forward(self, x):
+            _, chosen = x.max(dim=-1, keepdim=keepdim)
+            return x[chosen.flatten() == 1].exp()
+
+    graph = memopt.analyze(Single(), torch.randn(6, 3, requires_grad=True))
+    assert [t.shape for t in graph.saved if t.op == "Exp"] == [(2, 3)]
 
 
 def test_nothing_is_said_of_choices_that_no_shape_depends_on():
