@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch._subclasses import fake_tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
 from memopt.analyze.cuda_sdpa import cuda_scaled_dot_product_attention
 from memopt.analyze.flops import flops_of
+from memopt.analyze.values import value_of
 
 
 class TraceMode(FakeTensorMode):
@@ -35,16 +36,38 @@ class TraceMode(FakeTensorMode):
         return out
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Answer for grouped_mm outside bf16: it runs, but its meta kernel refuses."""
+        """Answer as real kernels do where the meta kernels do not: grouped_mm outside bf16, known masks, mixed dtypes."""
+        if func is torch.ops.aten.index.Tensor:
+            args = (args[0], [number for index in args[1] for number in self._as_numbers(index)])
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm_output(*args[:2])
-        return super().dispatch(func, types, args, kwargs)
+        out: Any = super().dispatch(func, types, args, kwargs)
+        if func is torch.ops.aten.native_layer_norm.default:
+            return _with_wide_statistics(*out, weight=args[2])
+        return out
+
+    def _as_numbers(self, index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        """Return the positions that a mask picks, if its values are known; any other index as it is."""
+        if index is None or index.dtype is not torch.bool or (mask := value_of(index)) is None:
+            return (index,)
+        with unset_fake_temporarily():
+            picked = mask.nonzero(as_tuple=True)
+        return tuple(self.from_tensor(positions).to(index.device) for positions in picked)
 
 
 def _grouped_mm_output(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return an empty result: (tokens, in) x (experts, in, out) -> (tokens, out); for two 2-d operands it has groups."""
     shape = (*rows.shape[:-1], weight.shape[-1])
     return rows.new_empty(shape)
+
+
+def _with_wide_statistics(
+    out: torch.Tensor, mean: torch.Tensor, rstd: torch.Tensor, *, weight: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what a norm gives with statistics of its weight's dtype, which under autocast is not the input's."""
+    if weight is None or weight.dtype is mean.dtype:
+        return out, mean, rstd
+    return out, mean.to(weight.dtype), rstd.to(weight.dtype)
 
 
 class TargetKernels(TorchFunctionMode):

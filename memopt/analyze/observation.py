@@ -104,6 +104,8 @@ class Observation:
     """Storage -> (weak reference, so that its address is not given to another storage; call that made it)."""
     num_without_storage: int = 0
     """How many saves are left out because they have no storage of their own: sparse tensors."""
+    asked_for_choices: bool = False
+    """Whether shapes or branches rest on the assumption that routers choose evenly."""
     held: set[int] = field(default_factory=set)
     checkpointed: dict[str, None] = field(default_factory=dict)
     """FQNs of the modules that were called inside of torch's checkpoint."""

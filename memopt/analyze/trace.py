@@ -66,9 +66,9 @@ def analyze(
         with mode:
             inputs = example_inputs(twin, batch_size=batch_size, seq_length=seq_length)
     args, kwargs = as_call(inputs)
-    hooked = isinstance(model, nn.Module) and has_hooks(model)
+    live = model if isinstance(model, nn.Module) else None
     with silent_torch():
-        seen = _observe_fake(twin, mode, args, kwargs, target_device=target_device, autocast=autocast, hooked=hooked)
+        seen = _observe_fake(twin, mode, args, kwargs, target_device=target_device, autocast=autocast, live=live)
     trace_input = _trace_input(twin, args, kwargs, autocast=autocast, target_device=target_device)
     notes = _notes(twin, seen, autocast=autocast, target_device=target_device)
     return build_graph(twin, seen, name=name or _name(model), trace_input=trace_input, notes=notes)
@@ -82,14 +82,16 @@ def _observe_fake(
     *,
     target_device: str,
     autocast: str,
-    hooked: bool,
+    live: nn.Module | None,
 ) -> Observation:
     values = InputValues(mode)
+    if live is not None:
+        values.know_tables(live, twin)
     fake_args, fake_kwargs = fake_arguments((tuple(args), dict(kwargs)), values, mode)
     device = _device_type(twin)
     seen = Observation(flops=lambda: mode.flops)
     with ExitStack() as stack:
-        stack.enter_context(_trace_errors(twin, seen, hooked=hooked))
+        stack.enter_context(_trace_errors(twin, seen, hooked=live is not None and has_hooks(live)))
         stack.enter_context(like_a_real_run())
         stack.enter_context(mode)
         stack.enter_context(values)
@@ -98,6 +100,7 @@ def _observe_fake(
             stack.enter_context(torch.autocast(device, dtype=DTYPES[autocast]))
         observe(twin, fake_args, fake_kwargs, seen=seen)
         name_saves(seen)
+    seen.asked_for_choices = values.asked_for_choices
     return seen
 
 
@@ -161,6 +164,11 @@ def _notes(twin: nn.Module, seen: Observation, *, autocast: str, target_device: 
         saves = count_noun(seen.num_without_storage, "saved tensor")
         notes.append(
             f"{saves} without a storage of their own (sparse) are not in this trace, nor their bytes in its sums"
+        )
+    if seen.asked_for_choices:
+        notes.append(
+            "what is computed of which tokens depends on data (a loop over experts): the trace took routers to choose "
+            "evenly, so that a real step differs in these sizes"
         )
     return tuple(notes)
 

@@ -1,14 +1,15 @@
 """Know the values of what follows from the inputs alone: masks, positions, lengths. Models take branches on them.
 
-A fake tensor has no values. What is computed from inputs and constants alone, without a weight, is therefore computed a
-second time for real, as long as it is small; a question put to anything else is an error, unless a healthy run has but
-one answer to it.
+A fake tensor has no values. What is computed from inputs, constants and a live model's tables of whole numbers alone,
+without a weight, is therefore computed a second time for real, as long as it is small. The choices of routers are taken
+to be balanced (`choices`). A question put to anything else is an error, unless a healthy run has but one answer to it.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -17,15 +18,21 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
+
+from memopt.analyze.choices import balanced
 
 MAX_ELEMENTS = 1 << 25
 """Larger values are not followed: a mask over 4096 x 4096 positions is half of this."""
 
 _VALUE = "_memopt_value"
+_ASSUMED = "_memopt_assumed"
+"""Marks a value that follows from assumed choices."""
 _QUESTIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("__bool__", "__float__", "__index__", "__int__", "item", "tolist")
 )
+_INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+_WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _RANDOM_OR_UNSET = frozenset(
     {
         "bernoulli", "bernoulli_", "dropout", "empty", "empty_like", "empty_strided", "exponential_", "multinomial",
@@ -35,7 +42,7 @@ _RANDOM_OR_UNSET = frozenset(
 )  # fmt: skip
 _TYPICAL = {
     "rand": 0.5, "rand_like": 0.5,  # layerdrop: below any sensible rate no layer is dropped
-    "isnan": False, "isinf": False, "isfinite": True,  # guards of a healthy run
+    "isnan": False, "isinf": False, "isfinite": True, "_is_all_true": True,  # guards of a healthy run
 }  # fmt: skip
 
 
@@ -45,6 +52,8 @@ class InputValues(TorchFunctionMode):
     def __init__(self, mode: FakeTensorMode) -> None:
         super().__init__()
         self._mode = mode
+        self.asked_for_choices = False
+        """Whether an answer rests on the assumption that choices are balanced."""
 
     def faked(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return an input as a fake tensor that keeps its value, where it is small and not trained."""
@@ -55,26 +64,66 @@ class InputValues(TorchFunctionMode):
             setattr(fake, _VALUE, tensor.detach().cpu().clone())
         return fake
 
+    def know_tables(self, model: nn.Module, twin: nn.Module) -> None:
+        """Let a live model's twin know the values of buffers that hold no floating-point numbers: positions, tables."""
+        copies = dict(twin.named_buffers())
+        for name, buffer in model.named_buffers():
+            is_plain = type(buffer) is torch.Tensor and buffer.layout is torch.strided and not buffer.is_meta
+            if is_plain and buffer.dtype in (*_WHOLE, torch.bool) and buffer.numel() <= MAX_ELEMENTS and name in copies:
+                setattr(copies[name], _VALUE, buffer.detach().cpu().clone())
+
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run a function on fake tensors, and on the values of its operands if all of them are known."""
         kwargs = kwargs or {}
+        if func is torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
         if func in _QUESTIONS:
-            if not hasattr(args[0], _VALUE):
-                return func(*args, **kwargs)  # raises
-            with unset_fake_temporarily():
-                return func(getattr(args[0], _VALUE))
+            return self._answer(func, args, kwargs)
+        if func in _INDEXING:
+            args = self._with_numbers(args)
+        return self._run(func, args, kwargs)
+
+    def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        assumed = any(hasattr(operand, _ASSUMED) for operand in _tensors((args, kwargs)))
         values = self._values(func, args, kwargs)
         try:
             out = func(*args, **kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
+            self.asked_for_choices |= assumed
             out = tree_map_only(torch.Tensor, self._mode.from_tensor, values)
             if out is None:
                 out = _healthy(func, args, kwargs)
             if out is None:
                 raise
-        for fake, value in zip(_tensors(out), _tensors(_typical(func, out, values)), strict=False):
-            setattr(fake, _VALUE, value)
+        if values is None and (choices := balanced(func, args, kwargs, out)) is not None:
+            values, assumed = choices, True
+        _keep(_tensors(out), _leaves(_typical(func, out, values)), assumed=assumed)
         return out
+
+    def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Return what a question to a tensor gives; raises for one whose value is not known."""
+        if not hasattr(args[0], _VALUE):
+            return func(*args, **kwargs)
+        self.asked_for_choices |= hasattr(args[0], _ASSUMED)
+        with unset_fake_temporarily():
+            return func(getattr(args[0], _VALUE), *args[1:], **kwargs)
+
+    def _with_numbers(self, args: Any) -> Any:
+        """Return arguments of an indexing with numbers for tensors of one number: torch asks for those out of sight."""
+
+        def plain(index: Any) -> Any:
+            if isinstance(index, tuple):
+                return tuple(map(plain, index))
+            if isinstance(index, slice):
+                return slice(*map(plain, (index.start, index.stop, index.step)))
+            if not isinstance(index, torch.Tensor):
+                return index
+            if index.dtype is torch.bool:
+                self.asked_for_choices |= hasattr(index, _ASSUMED)
+            is_number = index.dim() == 0 and index.dtype in _WHOLE and hasattr(index, _VALUE)
+            return self._answer(torch.Tensor.item, (index,), {}) if is_number else index
+
+        return (args[0], plain(args[1]), *args[2:])
 
     def _values(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         operands = _tensors((args, kwargs))
@@ -93,12 +142,30 @@ class InputValues(TorchFunctionMode):
         return values if all(t.numel() <= MAX_ELEMENTS for t in _tensors(values)) else None
 
 
+def _keep(fakes: list[torch.Tensor], values: list[torch.Tensor | None], *, assumed: bool) -> None:
+    for fake, value in zip(fakes, values, strict=False):
+        if value is not None:
+            setattr(fake, _VALUE, value)
+            if assumed:
+                setattr(fake, _ASSUMED, True)
+
+
 def _typical(func: Callable[..., Any], out: Any, values: Any) -> Any:
     """Return the values that were computed, or what a function of data or chance gives in an ordinary run."""
     if values is None and _name(func) in _TYPICAL and isinstance(out, torch.Tensor):
         with unset_fake_temporarily():
             return torch.tensor(_TYPICAL[_name(func)], dtype=out.dtype).expand(out.shape)
     return values
+
+
+def _leaves(values: Any) -> list[torch.Tensor | None]:
+    """Return values one by one, with None where one is not known."""
+    return [leaf for leaf in tree_leaves(values) if leaf is None or isinstance(leaf, torch.Tensor)]
+
+
+def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the value of a fake tensor, on the CPU, if it is known."""
+    return getattr(tensor, _VALUE, None)
 
 
 def _healthy(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:

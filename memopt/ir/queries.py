@@ -22,11 +22,20 @@ def as_networkx(graph: ModuleGraph) -> networkx.DiGraph:
     return digraph
 
 
+def _called(digraph: networkx.DiGraph, fqn: str) -> tuple[str, ...]:
+    """Return a module, or in the place of a list the modules that it holds."""
+    node = digraph.nodes[fqn]["module"]
+    if "ModuleList" not in (node.class_name, *node.bases):
+        return (fqn,)
+    return tuple(child for _, child, edge in digraph.out_edges(fqn, data=True) if edge["kind"] == "contains")
+
+
 def outermost(graph: ModuleGraph, name: str) -> tuple[str, ...]:
     """Return the FQNs of the modules registered as `name`, none of them inside another.
 
     Depth first over children in registration order from the root; the inside of a hit is not searched, and a shared
-    module is one hit, in the place of its first discovery (RFC section 6.1).
+    module is one hit, in the place of its first discovery (RFC section 6.1). A list of modules, which has no forward,
+    stands for those that it holds.
     """
     digraph = graph.to_networkx()
     hits: dict[str, None] = {}
@@ -35,7 +44,7 @@ def outermost(graph: ModuleGraph, name: str) -> tuple[str, ...]:
     def visit(parent: str) -> None:
         for _, child, edge in digraph.out_edges(parent, data=True):
             if name in edge.get("names", ()):
-                hits[child] = None
+                hits.update(dict.fromkeys(_called(digraph, child)))
             elif edge["kind"] == "contains" and child not in seen:
                 seen.add(child)
                 visit(child)

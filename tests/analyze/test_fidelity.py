@@ -80,6 +80,15 @@ def test_fake_trace_equals_a_real_run(case):
     assert fake.input.attn_implementation == options.get("attn_implementation", "sdpa")
 
 
+def test_statistics_of_a_norm_after_a_layer_under_autocast_are_of_the_real_dtype():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.LayerNorm(8))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        seen = observe(model, (torch.randn(2, 8),), {})
+        name_saves(seen)
+    fake = memopt.analyze(model, torch.randn(2, 8), autocast="bfloat16", target_device="cpu")
+    assert fake.saved == build_graph(model, seen, name="real", trace_input=fake.input).saved
+
+
 def test_trace_of_a_bfloat16_model_equals_a_real_run():
     model = models.qwen3_moe().bfloat16()
     fake = memopt.analyze(model, SMALL, target_device="cpu")

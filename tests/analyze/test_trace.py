@@ -178,6 +178,67 @@ def test_counts_of_no_known_length_are_an_error():
         memopt.analyze(Routed(), torch.randn(2, 4, requires_grad=True))
 
 
+def test_tables_of_a_live_model_are_known():
+    class Hashing(nn.Module):
+        """Its experts are chosen by a table of words, as those of DeepSeek-V4's first layers are."""
+
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("expert_of", torch.tensor([0, 2, 2]))
+
+        def forward(self, x, ids):
+            return x[self.expert_of[ids] == 2].exp()
+
+    inputs = {"x": torch.randn(4, 8, requires_grad=True), "ids": torch.tensor([0, 1, 2, 2])}
+    assert [t.shape for t in memopt.analyze(Hashing(), inputs).saved if t.op == "Exp"] == [(3, 8)]
+
+
+class Routed(nn.Module):
+    """Experts in a loop over those that a router chose, by masks, numbers and bounds that follow from its choices."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(8, 4)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).topk(2)
+        self.ends = torch.nn.functional.one_hot(chosen, 4).sum((0, 1)).cumsum(0)
+        out = torch.zeros_like(x)
+        for (index,) in torch.nn.functional.one_hot(chosen, 4).sum((0, 1)).nonzero():
+            rows = (chosen == index).any(-1)
+            out[rows] = self.experts[int(index)](x[rows]) * weights[rows, :1]
+        return out + x[: self.ends[0]].exp().sum() * x[index]
+
+
+def test_routers_are_taken_to_choose_evenly_where_a_trace_asks_for_their_choices():
+    inputs = torch.randn(6, 8, requires_grad=True)
+    graph = memopt.analyze(Routed(), inputs)
+    rows = {t.owner: t.shape[0] for t in graph.saved if t.owner.startswith("experts") and t.field == "mat1"}
+    assert rows == {f"experts.{number}": 3 for number in range(4)}
+    assert [t.shape for t in graph.saved if t.op == "Exp"] == [(3, 8)]
+    assert "routers to choose evenly" in "".join(graph.notes)
+
+
+@pytest.mark.parametrize("keepdim", [True, False])
+def test_a_router_that_chooses_one_expert_by_its_maximum_is_balanced_too(keepdim):
+    class Single(nn.Module):
+        def forward(self, x):
+            _, chosen = x.max(dim=-1, keepdim=keepdim)
+            return x[chosen.flatten() == 1].exp()
+
+    graph = memopt.analyze(Single(), torch.randn(6, 3, requires_grad=True))
+    assert [t.shape for t in graph.saved if t.op == "Exp"] == [(2, 3)]
+
+
+def test_nothing_is_said_of_choices_that_no_shape_depends_on():
+    class Weighed(nn.Module):
+        def forward(self, x):
+            return x.topk(2).values.exp()
+
+    assert memopt.analyze(Weighed(), torch.randn(6, 8, requires_grad=True)).notes == ()
+
+
 class Guarded(nn.Module):
     """Branches of an ordinary run: guards against bad numbers, chance, and lengths read off the inputs."""
 

@@ -29,6 +29,13 @@ def test_a_module_whose_second_name_is_the_one_asked_for():
     assert outermost(graph, "self_attn") == ("a.attention",)
 
 
+def test_a_list_stands_for_the_modules_that_it_holds():
+    """A list has no forward; each layer of LongCat-Flash attends twice."""
+    build = Build(classes={"self_attn": "ModuleList"})
+    graph = graph_of(mib_save("a.self_attn.0"), mib_save("a.self_attn.1"), build=build)
+    assert outermost(graph, "self_attn") == ("a.self_attn.0", "a.self_attn.1")
+
+
 def test_the_digraph_tells_containers_and_parents():
     digraph = graph_of(mib_save("layers.0.self_attn"), mib_save("layers.1.self_attn")).to_networkx()
     assert list(digraph.successors("layers")) == ["layers.0", "layers.1"]

@@ -84,7 +84,8 @@ def test_no_more_groups_than_allowed_are_on_their_way(limit, monkeypatch):
         underway.append(len(engine._leaving))
 
     plain, inputs = zoo.ZOO["llama"](num_hidden_layers=6), zoo.batch("llama")
-    with cpu_engine(delay_s=lambda: 0.05, poison=True, in_flight_bytes=1 << 30):
+    delay_s = 0.05 if limit is not None else 0.3  # the first is to be on its way still when the last one starts
+    with cpu_engine(delay_s=lambda: delay_s, poison=True, in_flight_bytes=1 << 30):
         model, _ = rewritten(plain, offload("core_attn", "attn_proj", max_inflight=limit), inputs)
         monkeypatch.setattr(Engine, "copy_out", noting)
         assert_same_step(plain, model, inputs)

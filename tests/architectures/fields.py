@@ -1,0 +1,77 @@
+"""The few fields, by class, that make it run where the rule of `shrink` alone does not, or that show more of it."""
+
+_LINEAR_AND_FULL = {"layer_types": ["linear_attention", "full_attention"]}
+_LINEAR_AND_SHARED = {
+    "num_hidden_layers": 4, "num_key_value_heads": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+    "attention_head_dim": 16, "attention_hidden_size": 64,
+}  # fmt: skip
+_HEAD_DIM = {"head_dim": 8}
+_ASSISTANT = {
+    "backbone_hidden_size": 32,
+    "text_config": {
+        "model_type": "gemma4_text",
+        "vocab_size": 128,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "global_head_dim": 8,
+        "intermediate_size": 48,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 4,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0,
+        "num_kv_shared_layers": 2,
+    },
+}
+
+FIELDS: dict[str, dict] = {
+    "BambaForCausalLM": {"attn_layer_indices": [1]},
+    "BigBirdForCausalLM": {"block_size": 2, "num_random_blocks": 1},
+    "BltForCausalLM": {
+        "encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3, 4],
+        "encoder_config": {"hidden_size_global": 32}, "decoder_config": {"hidden_size_global": 32},
+    },
+    "CohereCompassForCausalLM": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        },
+    },
+    "DbrxForCausalLM": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 2, "clip_qkv": 8}},
+    "DeepseekV2ForCausalLM": {"num_experts_per_tok": 2},
+    "Dots1ForCausalLM": {
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1,
+    },
+    "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 1]]},
+    "Gemma4AssistantForCausalLM": _ASSISTANT,
+    "Gemma4UnifiedAssistantForCausalLM": _ASSISTANT,
+    "Gemma3nForCausalLM": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "intermediate_size": 48, "activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0],
+    },
+    "GraniteMoeHybridForCausalLM": _LINEAR_AND_FULL,
+    "HunYuanDenseV1ForCausalLM": _HEAD_DIM,
+    "HunYuanMoEV1ForCausalLM": _HEAD_DIM,
+    "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "Mamba2ForCausalLM": {"num_heads": 4, "head_dim": 16},
+    "MinistralForCausalLM": _HEAD_DIM,
+    "NemotronForCausalLM": {"num_key_value_heads": 2},
+    "Qwen3NextForCausalLM": _LINEAR_AND_FULL,
+    "Qwen3_5ForCausalLM": _LINEAR_AND_FULL,
+    "Qwen3_5MoeForCausalLM": _LINEAR_AND_FULL,
+    "Qwen4ExpForCausalLM": {
+        "layer_types": ["linear_attention", "qwen_sparse_attention"], "indexer_n_heads": 2, "indexer_kv_heads": 1,
+        "indexer_head_dim": 8, "indexer_budget": 4, "indexer_compress_ratio": 2,
+    },
+    "RecurrentGemmaForCausalLM": {"num_hidden_layers": 3},
+    "ReformerModelWithLMHead": {
+        "is_decoder": True, "axial_pos_embds": False, "attn_layers": ["local", "lsh"], "local_attn_chunk_length": 4,
+        "lsh_attn_chunk_length": 4, "num_buckets": 2, "hash_seed": 0, "hidden_dropout_prob": 0.0,
+        "local_attention_probs_dropout_prob": 0.0,  # each layer seeds its dropout by the clock
+    },
+    "XmodForCausalLM": {"default_language": "en_XX"},
+    "Zamba2ForCausalLM": _LINEAR_AND_SHARED,
+    "ZambaForCausalLM": _LINEAR_AND_SHARED,
+}  # fmt: skip

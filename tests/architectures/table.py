@@ -1,0 +1,66 @@
+"""Write rows as the page docs/architectures.md."""
+
+from collections import Counter
+
+import torch
+import transformers
+
+from tests.architectures.trial import EXACT, MODES
+
+COLUMNS = ("plain", "trace", *MODES)
+INTRODUCTION = """\
+# Which architectures train as before
+
+This page is written by `python -m tests.architectures.sweep --output docs/architectures.md`, with torch {torch} and
+transformers {transformers}, on a CPU in float32. Each class is built tiny, by `tests/architectures/shrink.py` and the fields
+in `tests/architectures/fields.py`, trained with the words (and what else it wants) of `tests/architectures/inputs.py`,
+without a cache, and tried in a process of its own:
+
+- *plain*: two training steps of the model as it is, and the same again. `exact` if they agree bit for bit.
+- *trace*: `exact` if what the fake trace says of every saved tensor (owner, operation, shape, strides, dtype, storage,
+  bytes, parameter or not), of every call and of every expensive function is what a real run shows.
+- *{modes}*: two steps of the model rewritten by a plan (attention swap, checkpointing,
+  and offload of `core_attn`, `attn_proj`, `expert_fc1` with recompute of `layernorm`, `moe_act`). `exact` if the loss, all
+  gradients and all buffers are those of the plain model, bit for bit, and something was moved or replayed.
+- *trained*: how many parameters of the class get a gradient that is not zero; of others nothing is shown. Those of images
+  and sound get none, as the models are trained with words.
+- `refused` is an error of memopt with a reason, which is below the table; `none`, that a plan moves and replays nothing.
+  `WRONG`, `CRASH`, `differs` and `timeout` are bugs.
+"""
+
+
+def page(rows):
+    """Return the page of rows, sorted by class, totals first."""
+    rows = sorted(rows, key=lambda row: row.name)
+    head = INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__, modes="*, *".join(MODES))
+    return "\n".join((head, *_totals(rows), "", *_table(rows), "", *_reasons(rows), ""))
+
+
+def _totals(rows):
+    counts = {column: Counter(o.word for row in rows if (o := row.outcomes().get(column))) for column in COLUMNS}
+    words = sorted({word for count in counts.values() for word in count}, key=lambda word: (word != EXACT, word))
+    yield f"| {len(rows)} classes | {' | '.join(COLUMNS)} |"
+    yield "|---" * (len(COLUMNS) + 1) + "|"
+    for word in words:
+        yield f"| {word} | {' | '.join(str(counts[column][word]) for column in COLUMNS)} |"
+
+
+def _table(rows):
+    yield f"| class | {' | '.join(COLUMNS)} | trained |"
+    yield "|---" * (len(COLUMNS) + 2) + "|"
+    for row in rows:
+        outcomes = (row.outcomes().get(column) for column in COLUMNS)
+        yield f"| {row.name} | {' | '.join(outcome.word if outcome else '' for outcome in outcomes)} | {row.trained} |"
+
+
+def _reasons(rows):
+    """Return what is said of outcomes, each reason with all that it holds for."""
+    where = {}
+    for row in rows:
+        for column, outcome in row.outcomes().items():
+            if outcome and outcome.why:
+                reason = (outcome.word, outcome.why.replace(row.name, "CLASS"))
+                where.setdefault(reason, []).append(f"{row.name} ({column})")
+    yield "## Reasons"
+    for (word, why), found in sorted(where.items()):
+        yield f"\n**{word}**: {why}\n\n: {', '.join(found)}"
