@@ -40,7 +40,7 @@ class TraceMode(FakeTensorMode):
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], [number for index in args[1] for number in self._as_numbers(index)])
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
-            return _grouped_mm_output(*args[:2])
+            return _grouped_mm_output(*args[:3])
         out: Any = super().dispatch(func, types, args, kwargs)
         if func is torch.ops.aten.native_layer_norm.default:
             return _with_wide_statistics(*out, weight=args[2])
@@ -55,10 +55,15 @@ class TraceMode(FakeTensorMode):
         return tuple(self.from_tensor(positions).to(index.device) for positions in picked)
 
 
-def _grouped_mm_output(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Return an empty result: (tokens, in) x (experts, in, out) -> (tokens, out); for two 2-d operands it has groups."""
-    shape = (*rows.shape[:-1], weight.shape[-1])
-    return rows.new_empty(shape)
+def _grouped_mm_output(one: torch.Tensor, other: torch.Tensor, ends: torch.Tensor | None = None) -> torch.Tensor:
+    """Return an empty result: (tokens, in) x (experts, in, out) -> (tokens, out).
+
+    In backward (in, tokens) x (tokens, out) -> (experts, in, out), where each expert's tokens end at one of `ends`.
+    """
+    shape = (*one.shape[:-1], other.shape[-1])
+    if one.dim() == other.dim() == 2 and ends is not None:
+        shape = (ends.shape[0], *shape)
+    return one.new_empty(shape)
 
 
 def _with_wide_statistics(

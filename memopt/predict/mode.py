@@ -49,8 +49,9 @@ class CountingMode(TraceMode):
             out = super().dispatch(func, types, args, kwargs)
         finally:
             self.cache_enabled = cached
-        self._count(out)
-        if self._timeline is not None:
+        made = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]
+        self._count(made)
+        if self._timeline is not None and made:  # to ask for a device or a size takes no memory
             self._write(self._timeline, func)
         return out
 
@@ -67,11 +68,13 @@ class CountingMode(TraceMode):
 
     def end_step(self) -> None:
         """Stop writing."""
+        if self._places is not None:
+            self._places.close()
         self._timeline = self._places = None
 
-    def _count(self, out: Any) -> None:
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor) and tensor.device.type != "meta":  # those are on the host
+    def _count(self, made: list[torch.Tensor]) -> None:
+        for tensor in made:
+            if tensor.device.type != "meta":  # those are on the host
                 self.live.note(tensor, self._use_of_next())
 
     def _use_of_next(self) -> Use:

@@ -37,6 +37,8 @@ class FakeSteps:
         self._call = args, kwargs
         self._values = values
         self._target = target
+        for tensor in (*model.parameters(), *model.buffers()):
+            mode.live.note(tensor, Use.PARAMETERS)
 
     def run(self, *, ends_at_once: bool) -> tuple[Timeline, Engine]:
         """Return the timeline of a step, and the engine with what was copied; copies end at once, or when waited for."""
@@ -46,6 +48,7 @@ class FakeSteps:
             for _ in range(NUM_FORWARDS):
                 self._mode.begin_step()
                 self._forward()
+            engine.finish()  # what the forwards before have on its way would be back in a step that went on
             timeline = self._mode.begin_step(self._model)
             assert timeline is not None
             self._backward(self._forward())

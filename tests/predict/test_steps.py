@@ -1,66 +1,137 @@
 """A step on fake tensors takes, operator by operator, the bytes that a real one takes."""
 
-import copy
+import contextlib
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import memopt
 from memopt.analyze.inputs import fake_arguments
 from memopt.analyze.twin import twin_of_model
 from memopt.analyze.values import InputValues
+from memopt.ir import account, policy
+from memopt.predict.backend import FakeBackend
 from memopt.predict.live import LiveBytes, Use
 from memopt.predict.mode import CountingMode
 from memopt.predict.step import FakeSteps
+from memopt.runtime import engine as engine_module
+from memopt.runtime.engine import Engine
 from tests import zoo
+from tests.runtime.offloads import PARADIGM
+
+CPU = torch.device("cpu")
+SWAP = {"activation_swap": "attention"}
+CONFIGS = {
+    "nothing": None,
+    "full": {"activation_checkpoint": "full"},
+    "selective": {"activation_checkpoint": "selective"},
+    "swap": SWAP,
+    "paradigm": PARADIGM,
+}
 
 
 class Counting(TorchDispatchMode):
-    """Count what real operators make."""
+    """Count what real operators make, as the fake mode does."""
 
-    def __init__(self, live):
+    def __init__(self, model, host):
         super().__init__()
-        self.live, self.totals = live, []
+        self.live, self.totals, self._host = LiveBytes(), [], host
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.live.note(tensor, Use.PARAMETERS)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for tensor in out if isinstance(out, (tuple, list)) else (out,):
-            if isinstance(tensor, torch.Tensor):
+        made = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]
+        for tensor in made:
+            if tensor.untyped_storage()._cdata not in self._host:
                 self.live.note(tensor, Use.WORKSPACE)
-        self.totals.append(self.live.total)
+        if made:
+            self.totals.append(self.live.total)
         return out
 
 
-def real_totals(model, inputs, num_steps=3):
-    """Return what is alive after each operator of the last of some steps, parameters and inputs left out."""
-    for _ in range(num_steps - 1):
-        model(**inputs).loss.backward()
-        model.zero_grad()
-    with Counting(LiveBytes()) as counting:
-        model(**inputs).loss.backward()
+class RealCopies(FakeBackend):
+    """Copy for real, at once or when somebody waits for it: in the order that a prediction takes copies to have."""
+
+    def __init__(self, *, ends_at_once):
+        super().__init__(CPU, ends_at_once=ends_at_once)
+        self.host = set()
+
+    def allocate_host(self, num_bytes):
+        with _disable_current_modes():
+            memory = torch.empty(num_bytes, dtype=torch.uint8)
+        self.host.add(memory.untyped_storage()._cdata)
+        return memory
+
+    def copy_out(self, copies):
+        _copy(copies)
+        return super().copy_out(copies)
+
+    def copy_in(self, copies, after):
+        _copy(copies)
+        return super().copy_in(copies, after)
+
+
+def _copy(copies):
+    with _disable_current_modes():
+        for source, target in copies:
+            target.copy_(source)
+
+
+def real_totals(model, inputs, *, ends_at_once, num_steps=3):
+    """Return what is alive after each operator of the last of some steps, and the engine."""
+    backend = RealCopies(ends_at_once=ends_at_once)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(engine_module._ENGINES, CPU, Engine(backend))
+        for number in range(num_steps):
+            last = number == num_steps - 1
+            with Counting(model, backend.host) if last else contextlib.nullcontext() as counting:
+                model(**inputs).loss.backward()
+            model.zero_grad()
     return counting.totals
 
 
-def predicted_totals(plain, inputs, config):
+def predicted_totals(plain, inputs, plan, *, ends_at_once):
     mode = CountingMode()
     twin = twin_of_model(plain, mode)
     values = InputValues(mode)
     _, kwargs = fake_arguments(((), inputs), values, mode)
-    if config:
-        memopt.apply(twin, memopt.plan(memopt.analyze(plain, inputs), config))
-    return FakeSteps(twin, mode, (), kwargs, values, "cpu").run(ends_at_once=True)[0].totals
+    handle = memopt.apply(twin, plan) if plan else None
+    timeline, engine = FakeSteps(twin, mode, (), kwargs, values, "cpu").run(ends_at_once=ends_at_once)
+    return timeline, engine, handle
 
 
-@pytest.mark.parametrize(
-    "config", [None, {"activation_checkpoint": "full"}, {"activation_checkpoint": "selective"}], ids=str
-)
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
-def test_alive_after_each_operator_is_what_a_real_step_has(name, config):
+@pytest.mark.parametrize("ends_at_once", [True, False])
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gpt2", "t5"])
+def test_alive_after_each_operator_is_what_a_real_step_has(name, config, ends_at_once, monkeypatch):
+    monkeypatch.setattr(policy, "MIN_SWAP_TENSOR_BYTES", 1)
+    config = CONFIGS[config]
+    if config is SWAP and name in ("gpt2", "t5"):
+        pytest.skip("has no self_attn")
     plain, inputs = zoo.ZOO[name](), zoo.batch(name, use_cache=False)
-    predicted = predicted_totals(copy.deepcopy(plain), inputs, config)
-    if config:
-        memopt.apply(plain, config, inputs)
-    real = real_totals(plain, inputs)
-    print(len(predicted), len(real), max(predicted), max(real))
-    assert predicted == real
+    plan = memopt.plan(memopt.analyze(plain, inputs), config) if config else None
+    timeline, _, _ = predicted_totals(plain, inputs, plan, ends_at_once=ends_at_once)
+    if plan:
+        memopt.apply(plain, plan)
+    assert timeline.totals == real_totals(plain, inputs, ends_at_once=ends_at_once)
+    assert sum(timeline.peak_by_use.values()) == timeline.peak_bytes == max(timeline.totals)
+
+
+def test_what_is_copied_is_what_the_plan_says(monkeypatch):
+    monkeypatch.setattr(policy, "MIN_SWAP_TENSOR_BYTES", 1)
+    plain, inputs = zoo.ZOO["llama"](), zoo.batch("llama", use_cache=False)
+    plan = memopt.plan(memopt.analyze(plain, inputs), SWAP)
+    _, engine, handle = predicted_totals(plain, inputs, plan, ends_at_once=True)
+    assert handle.stats().copied_out_bytes == 3 * account(plan).swap_bytes > 0
+    assert engine.pool.in_use_bytes == 0
+
+
+def test_the_peak_is_found_in_the_module_or_the_node_that_made_it():
+    plain, inputs = zoo.ZOO["llama"](), zoo.batch("llama", use_cache=False)
+    timeline, _, _ = predicted_totals(plain, inputs, None, ends_at_once=True)
+    places = set(timeline.places)
+    assert ("model.layers.1.mlp.down_proj", "") in places
+    assert ("model.layers.1.mlp.down_proj", "MmBackward0") in places
+    assert {use for use, num_bytes in timeline.peak_by_use.items() if num_bytes} >= {Use.PARAMETERS, Use.ACTIVATIONS}

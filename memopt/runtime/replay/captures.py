@@ -3,12 +3,26 @@
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
 Capture = Callable[[nn.Module, Any], None]
 """Takes a module and its output."""
+
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+
+
+def silent(hook: Hook) -> Hook:
+    """Mark a hook of ours that changes nothing, and may be called in a replay as well."""
+    hook.__dict__["_memopt_silent"] = True
+    return hook
+
+
+def is_silent(hook: Any) -> bool:
+    """Tell whether a hook is one of those."""
+    return "_memopt_silent" in getattr(hook, "__dict__", ())
 
 
 class _Thread(threading.local):
@@ -18,6 +32,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@silent
 def capture_output(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
     """Show a module's output to the region that this thread is in the forward of: the hook.
 

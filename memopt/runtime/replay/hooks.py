@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.utils._pytree import tree_leaves
 
 from memopt.runtime.replay.arguments import version_of
-from memopt.runtime.replay.captures import capture_output
+from memopt.runtime.replay.captures import is_silent
 
 Hook = Callable[..., Any]
 _NOTHING = nullcontext()
@@ -126,8 +126,7 @@ class HookDicts:
         """Return those that have hooks of others than us."""
         found = [hook_dict for hook_dict in _GLOBAL if hook_dict.hooks]
         if any(self._all):
-            found += [hook_dict for hook_dict in self._before if hook_dict.hooks]
-            found += [d for d in self._after if d.hooks and any(h is not capture_output for h in d.hooks.values())]
+            found += [d for d in (*self._before, *self._after) if d.hooks and not all(map(is_silent, d.hooks.values()))]
         return found
 
 
@@ -161,7 +160,7 @@ def _watched(dicts: list[_HookDict]) -> Iterator[None]:
         for hook_dict in dicts:
             _watchers[id(hook_dict.hooks)] = _watchers.get(id(hook_dict.hooks), 0) + 1
             for key, hook in hook_dict.hooks.items():
-                if not isinstance(hook, _Watched) and hook is not capture_output:
+                if not isinstance(hook, _Watched) and not is_silent(hook):
                     hook_dict.hooks[key] = _Watched(hook_dict, key, hook)
     try:
         yield

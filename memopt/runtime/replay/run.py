@@ -12,7 +12,7 @@ from torch import nn
 from memopt.errors import BackwardInsideError
 from memopt.ir import OP_POLICIES
 from memopt.runtime.counters import Counters
-from memopt.runtime.prediction import alike
+from memopt.runtime.prediction import alike, predicts
 from memopt.runtime.region import Region, habits_of
 from memopt.runtime.replay.arguments import Arguments
 from memopt.runtime.replay.attributes import Attributes, Buffer, Snapshot
@@ -229,6 +229,7 @@ class _Call:
             known.stops_early[frame.num_saves] = not record.fills_late()
         if record.was_read:
             self._allow_backward_inside(frame, record)
+        known.is_proven |= predicts()  # there are no values to hold against each other
         if not known.is_proven:
             self._samples = record.samples(frame.released)
 
