@@ -11,7 +11,7 @@ import transformers
 
 VOCAB = 128
 BATCH_SIZE, SEQ_LENGTH = 2, 12
-IMAGE, VIDEO, VISION_START, VISION_END, FIRST_WORD = 10, 11, 12, 13, 20
+IMAGE, VIDEO, VISION_START, VISION_END, SOUND, FIRST_WORD = 10, 11, 12, 13, 14, 20
 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 TEXT = {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4} | SPECIAL

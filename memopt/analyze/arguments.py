@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._pytree import tree_iter
 
 Arguments = ParamSpec("Arguments")
@@ -43,4 +44,4 @@ def _plain(tree: Any) -> Any:
 
 
 def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
+    return tensor.layout is torch.strided and not is_functorch_wrapped_tensor(tensor)  # as vmap's rows are

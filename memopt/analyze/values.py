@@ -33,6 +33,8 @@ _QUESTIONS = frozenset(
 )
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
+_SHAPED_AS = frozenset({"expand_as", "reshape_as", "view_as"})
+"""Functions that ask their second operand for its shape alone."""
 _RANDOM_OR_UNSET = frozenset(
     {
         "bernoulli", "bernoulli_", "dropout", "empty", "empty_like", "empty_strided", "exponential_", "multinomial",
@@ -87,18 +89,47 @@ class InputValues(TorchFunctionMode):
         assumed = any(hasattr(operand, _ASSUMED) for operand in _tensors((args, kwargs)))
         values = self._values(func, args, kwargs)
         try:
-            out = func(*args, **kwargs)
+            out = (
+                self._faked_all(values, kwargs)
+                if func is torch.tensor and values is not None
+                else func(*args, **kwargs)
+            )
         except (DataDependentOutputException, DynamicOutputShapeException):
             self.asked_for_choices |= assumed
-            out = tree_map_only(torch.Tensor, self._mode.from_tensor, values)
-            if out is None:
-                out = _healthy(func, args, kwargs)
+            out = self._answered(func, args, kwargs, values)
             if out is None:
                 raise
         if values is None and (choices := balanced(func, args, kwargs, out)) is not None:
             values, assumed = choices, True
         _keep(_tensors(out), _leaves(_typical(func, out, values)), assumed=assumed)
         return out
+
+    def _answered(self, func: Callable[..., Any], args: Any, kwargs: Any, values: Any) -> Any:
+        """Return what a function gives that asks for data: by its values, in a healthy run, or with the numbers it wants."""
+        if values is not None:
+            return self._faked_all(values, kwargs)
+        if (out := _healthy(func, args, kwargs)) is not None:
+            return out
+        numbered = tree_map_only(torch.Tensor, self._number, (args, kwargs))
+        is_other = any(
+            one is not other for one, other in zip(tree_leaves(numbered), tree_leaves((args, kwargs)), strict=True)
+        )
+        return func(*numbered[0], **numbered[1]) if is_other else None
+
+    def _faked_all(self, values: Any, kwargs: Any) -> Any:
+        """Return computed values as fake tensors whose storages are as large, as those of what was cut are."""
+
+        def faked(value: torch.Tensor) -> torch.Tensor:
+            fake = self._mode.from_tensor(value)
+            fake.untyped_storage().resize_(value.untyped_storage().nbytes())
+            return fake.to(kwargs.get("device"))
+
+        return tree_map_only(torch.Tensor, faked, values)
+
+    def _number(self, tensor: torch.Tensor) -> Any:
+        """Return the number that a tensor is, if it is a whole one and known; any other tensor as it is."""
+        is_number = tensor.dim() == 0 and tensor.dtype in _WHOLE and hasattr(tensor, _VALUE)
+        return self._answer(torch.Tensor.item, (tensor,), {}) if is_number else tensor
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a question to a tensor gives; raises for one whose value is not known."""
@@ -120,12 +151,13 @@ class InputValues(TorchFunctionMode):
                 return index
             if index.dtype is torch.bool:
                 self.asked_for_choices |= hasattr(index, _ASSUMED)
-            is_number = index.dim() == 0 and index.dtype in _WHOLE and hasattr(index, _VALUE)
-            return self._answer(torch.Tensor.item, (index,), {}) if is_number else index
+            return self._number(index)
 
         return (args[0], plain(args[1]), *args[2:])
 
     def _values(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if _name(func) in _SHAPED_AS and len(args) == 2:
+            args = (args[0], _empty_as(args[1]))
         operands = _tensors((args, kwargs))
         if not all(hasattr(t, _VALUE) for t in operands) or _name(func) in _RANDOM_OR_UNSET:
             if operands and _writes(func):
@@ -138,6 +170,8 @@ class InputValues(TorchFunctionMode):
             with unset_fake_temporarily(), torch.no_grad():
                 values = func(*real_args, **real_kwargs)
         except Exception:  # not computable here, e.g. moved to another device: then simply not known
+            if _writes(func):
+                _forget(operands[0])
             return None
         return values if all(t.numel() <= MAX_ELEMENTS for t in _tensors(values)) else None
 
@@ -148,6 +182,14 @@ def _keep(fakes: list[torch.Tensor], values: list[torch.Tensor | None], *, assum
             setattr(fake, _VALUE, value)
             if assumed:
                 setattr(fake, _ASSUMED, True)
+
+
+def _empty_as(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same shape, of which nothing is known but that, and whose value takes no memory."""
+    with unset_fake_temporarily():
+        shaped = torch.empty(()).expand(tensor.shape)
+        setattr(shaped, _VALUE, shaped)
+    return shaped
 
 
 def _typical(func: Callable[..., Any], out: Any, values: Any) -> Any:

@@ -1,17 +1,22 @@
 """Make a tiny model of any class of transformers: one rule for all, and a few fields for those that want more."""
 
+import copy
+
 import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from tests import zoo
 from tests.architectures.fields import FIELDS
+from tests.architectures.vision_fields import VISION_FIELDS
 
 VOCAB = 128
 
 _WIDTHS = (
     "hidden_size", "d_model", "n_embd", "dim_model", "emb_dim", "embedding_dim", "embedding_size", "lru_width",
     "out_hidden_size", "output_hidden_size", "word_embed_proj_dim", "attention_hidden_size", "input_embedding_size",
-    "output_embedding_size",
+    "output_embedding_size", "embed_dim", "projection_dim", "hidden_dim",
+    "encoder_hidden_size",
 )  # fmt: skip
 _INNER_WIDTHS = (
     "intermediate_size", "ffn_dim", "dim_ff", "dff", "d_inner", "ffn_hidden_size", "feed_forward_size", "n_inner",
@@ -24,7 +29,7 @@ _EXPERT_WIDTHS = (
 )  # fmt: skip
 _DEPTHS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth", "encoder_layers", "decoder_layers",
-    "num_encoder_layers", "num_decoder_layers", "num_blocks", "conf_num_hidden_layers",
+    "num_encoder_layers", "num_decoder_layers", "num_blocks", "conf_num_hidden_layers", "layers",
 )  # fmt: skip
 _HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "encoder_attention_heads",
@@ -56,6 +61,7 @@ _CHUNKS = ("chunk_size", "mamba_chunk_size", "attention_chunk_size", "conf_atten
 _WINDOWS = ("sliding_window", "sliding_window_size", "local_attention", "attention_window_size", "window_size")
 
 SMALL = {
+    **dict.fromkeys(("entity_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"), VOCAB),
     **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size", "audio_vocab_size"), VOCAB),
     **dict.fromkeys(_WIDTHS, 32),
     **dict.fromkeys(_INNER_WIDTHS, 48),
@@ -73,21 +79,27 @@ SMALL = {
     **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups", "topk_group", "first_k_dense_replace"), 1),
     "hidden_size_per_layer_input": 8,
     "index_topk": 4,
+    "mm_tokens_per_image": 4,
     "image_size": 16,
     "patch_size": 8,
+    "max_source_positions": 12,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
+    "decoder_start_token_id": 1,
+    **dict.fromkeys(("image_token_id", "image_token_index"), zoo.IMAGE),
+    **dict.fromkeys(("video_token_id", "video_token_index"), zoo.VIDEO),
+    **dict.fromkeys(("vision_start_token_id", "image_start_token_id"), zoo.VISION_START),
+    **dict.fromkeys(("vision_end_token_id", "image_end_token_id"), zoo.VISION_END),
+    **dict.fromkeys(("audio_token_id", "audio_token_index"), zoo.SOUND),
 }
 """What a field of a configuration is made, if the class has one of that name and it is larger (or no number yet)."""
-
-_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def tiny_config(cls: type) -> PreTrainedConfig:
     """Return a small configuration of a model class: its default one, shrunk, with the class's own fields on top."""
-    own = FIELDS.get(cls.__name__, {})
-    return cls.config_class(**(_merged(_small_fields(cls.config_class), own)))
+    own = (FIELDS | VISION_FIELDS).get(cls.__name__, {})
+    return cls.config_class(**copy.deepcopy(_merged(_small_fields(cls.config_class), own)))  # some take it apart
 
 
 def tiny_model(cls: type) -> torch.nn.Module:
@@ -112,6 +124,8 @@ def class_named(name: str) -> type:
 
 def _small_fields(config_class: type) -> dict[str, object]:
     """Return what makes a configuration small, those inside of it included."""
+    if config_class.has_no_defaults_at_init:
+        return {}
     default = config_class()
     found = {key: value for key, value in vars(default).items() if not key.startswith("_")}
     small = {key: SMALL[key] for key, value in found.items() if key in SMALL and _is_larger(key, value)}
@@ -126,7 +140,7 @@ def _small_fields(config_class: type) -> dict[str, object]:
 
 
 def _is_larger(key: str, value: object) -> bool:
-    if key in _TOKENS:
+    if key.endswith(("_token_id", "_token_index")):
         return value is not None
     return isinstance(value, int) and not isinstance(value, bool) and value > SMALL[key]
 

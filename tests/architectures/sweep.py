@@ -1,4 +1,4 @@
-"""Try every class of a family, each in a process of its own: ``python -m tests.architectures.sweep``."""
+"""Try every class of all families, each in a process of its own: ``python -m tests.architectures.sweep``."""
 
 import argparse
 import json
@@ -12,8 +12,13 @@ from transformers.models.auto import modeling_auto
 from tests.architectures.table import page
 from tests.architectures.trial import Outcome, Row, failure, try_class
 
-FAMILIES = {"causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"}
-"""Name of a family -> the table of transformers that registers its classes; of others `inputs` does not know enough yet."""
+FAMILIES = {
+    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "seq-to-seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
+    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
+    "vision-language": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+}
+"""Name of a family -> the table of transformers that registers its classes."""
 TIMEOUT_S = 180
 BUGS = frozenset({"WRONG", "CRASH", "differs", "timeout"})
 
@@ -59,19 +64,21 @@ def rows_of(names):
 def main(arguments=None):
     """Run the command and return how many outcomes are bugs, at most 255."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", choices=FAMILIES, default="causal-lm")
+    parser.add_argument("--family", choices=FAMILIES, nargs="+", default=list(FAMILIES))
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="try these classes")
     parser.add_argument("--output", type=Path, help="write the page here, not to stdout")
     parser.add_argument("--json", type=Path, help="write the rows, with tracebacks")
     options = parser.parse_args(arguments)
-    rows = list(rows_of(options.only or classes_of(options.family)))
+    chosen = {"chosen": options.only} if options.only else {family: classes_of(family) for family in options.family}
+    rows = {row.name: row for row in rows_of(sorted({name for names in chosen.values() for name in names}))}
+    text = page({family: [rows[name] for name in names] for family, names in chosen.items()})
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
+        options.json.write_text(json.dumps([asdict(row) for row in rows.values()], indent=1))
     if options.output:
-        options.output.write_text(page(rows))
+        options.output.write_text(text)
     else:
-        print(page(rows))
-    return min(255, sum(outcome.word in BUGS for row in rows for outcome in row.outcomes().values() if outcome))
+        print(text)
+    return min(255, sum(o.word in BUGS for row in rows.values() for o in row.outcomes().values() if o))
 
 
 if __name__ == "__main__":

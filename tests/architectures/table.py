@@ -14,26 +14,32 @@ INTRODUCTION = """\
 This page is written by `python -m tests.architectures.sweep --output docs/architectures.md`, with torch {torch} and
 transformers {transformers}, on a CPU in float32. Each class is built tiny, by `tests/architectures/shrink.py` and the fields
 in `tests/architectures/fields.py`, trained with the words (and what else it wants) of `tests/architectures/inputs.py`,
-without a cache, and tried in a process of its own:
+without a cache, and tried in a process of its own; models of images and of sound get an image or a sound too, as
+`tests/architectures/images.py` and `sounds.py` make them. A class of two families is tried once and is in both tables.
 
 - *plain*: two training steps of the model as it is, and the same again. `exact` if they agree bit for bit.
-- *trace*: `exact` if what the fake trace says of every saved tensor (owner, operation, shape, strides, dtype, storage,
-  bytes, parameter or not), of every call and of every expensive function is what a real run shows.
+- *trace*: `exact` if what the fake trace says of every saved tensor (owner, operation, shape, strides but those of one
+  element, dtype, storage, bytes, parameter or not), of every call and of every expensive function is what a real run shows.
 - *{modes}*: two steps of the model rewritten by a plan (attention swap, checkpointing,
   and offload of `core_attn`, `attn_proj`, `expert_fc1` with recompute of `layernorm`, `moe_act`). `exact` if the loss, all
   gradients and all buffers are those of the plain model, bit for bit, and something was moved or replayed.
-- *trained*: how many parameters of the class get a gradient that is not zero; of others nothing is shown. Those of images
-  and sound get none, as the models are trained with words.
+- *trained*: how many parameters of the class get a gradient that is not zero; of others nothing is shown.
 - `refused` is an error of memopt with a reason, which is below the table; `none`, that a plan moves and replays nothing.
   `WRONG`, `CRASH`, `differs` and `timeout` are bugs.
 """
 
 
-def page(rows):
-    """Return the page of rows, sorted by class, totals first."""
-    rows = sorted(rows, key=lambda row: row.name)
+def page(families):
+    """Return the page of rows by family: totals of all first, then those of each family and its classes, sorted."""
+    families = {family: sorted(rows, key=lambda row: row.name) for family, rows in families.items()}
+    every = sorted({row.name: row for rows in families.values() for row in rows}.values(), key=lambda row: row.name)
     head = INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__, modes="*, *".join(MODES))
-    return "\n".join((head, *_totals(rows), "", *_table(rows), "", *_reasons(rows), ""))
+    sections = [line for family, rows in families.items() for line in _section(family, rows)]
+    return "\n".join((head, *_totals(every), "", *sections, *_reasons(every), ""))
+
+
+def _section(family, rows):
+    return f"## {family}", "", *_totals(rows), "", *_table(rows), ""
 
 
 def _totals(rows):

@@ -117,7 +117,7 @@ def test_numpys_generator_is_where_the_step_left_it(num_normals, drawn_before, d
 
 
 def test_the_state_of_a_global_generator_is_read_once_between_two_draws(monkeypatch):
-    """It is dear to read; what it has drawn is seen in its memory, and a normal that it keeps back is not."""
+    """It is dear to read; that nothing was drawn or set is seen in its memory, and in the normal that it keeps back."""
     stream = random_streams._PYTHON
     read = []
     monkeypatch.setattr(stream, "access", stream.access._replace(get=lambda: read.append(0) or random.getstate()))
@@ -125,9 +125,66 @@ def test_the_state_of_a_global_generator_is_read_once_between_two_draws(monkeypa
     first = stream.now()
     assert stream.now() is first
     assert len(read) == 1
-    random.random()
-    assert stream.now() != first
-    random.gauss(0, 1)
-    kept = stream.now()
-    random.gauss(0, 1)
-    assert stream.now()[1] == random.getstate() != kept[1]
+    for draw in (random.random, lambda: random.gauss(0, 1), lambda: random.gauss(0, 1)):
+        draw()
+        assert stream.now()[1] == random.getstate()
+    assert len(read) == 4
+
+
+class DrawsNormal(nn.Module):
+    """Multiply by a normal from a global generator, which keeps every second one back."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.lin, self.draw = nn.Linear(4, 4), draw
+
+    def forward(self, x):
+        return self.lin(x).tanh() * self.draw()
+
+
+GLOBAL = {
+    "python": (random.gauss, (0, 1), random.getstate, random.setstate, random.seed),
+    "numpy": (numpy.random.normal, (), numpy.random.get_state, numpy.random.set_state, numpy.random.seed),
+}
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+@pytest.mark.parametrize("kind", GLOBAL)
+def test_a_normal_that_was_kept_back_comes_again_with_the_state(kind, policy):
+    """The numbers are the same with it and without it."""
+    normal, args, get, set_, seed = GLOBAL[kind]
+    torch.manual_seed(0)
+    plain = DrawsNormal(lambda: float(normal(*args)))
+    model, x = copy.deepcopy(plain), torch.randn(3, 4)
+    recomputed(model, policy)
+    seed(0)
+    normal(*args)
+    with_normal = get()
+    normal(*args)
+    without_normal = get()
+    for state in (without_normal, with_normal, with_normal, without_normal, with_normal):
+        for one in (plain, model):
+            set_(state)
+            one.zero_grad()
+            one(x).sum().backward()
+            one.left = repr(get())
+        assert torch.equal(plain.lin.weight.grad, model.lin.weight.grad)
+        assert plain.left == model.left
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_another_kind_of_generator_in_numpy(policy):
+    before = numpy.random.get_bit_generator()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    try:
+        plain = DrawsNormal(lambda: float(numpy.random.normal()))
+        model, x = copy.deepcopy(plain), torch.randn(3, 4)
+        recomputed(model, policy)
+        for step in range(4):
+            for one in (plain, model):
+                numpy.random.set_bit_generator(numpy.random.PCG64(step))
+                one.zero_grad()
+                one(x).sum().backward()
+            assert torch.equal(plain.lin.weight.grad, model.lin.weight.grad)
+    finally:
+        numpy.random.set_bit_generator(before)

@@ -2,6 +2,7 @@
 
 import copy
 import random
+import weakref
 from collections import Counter, OrderedDict, deque
 
 import pytest
@@ -346,13 +347,43 @@ def _drop_hooks(model):
     model.b.register_forward_hook(lambda module, args, output: output * 2)
 
 
+def _rename(model):
+    """Give an attribute another name, value and place being the same."""
+    del model.warm
+    model.hot = True
+
+
+def _move_to_neighbor(model):
+    del model.a.active
+    model.b.active = True
+
+
+def _replace_dict(model):
+    model.__dict__ = dict(model.__dict__)
+    model.scale = 3.0
+
+
+class LooksAround(Two):
+    """Two products, and between them a factor that depends on what its modules have by name."""
+
+    def set_up(self):
+        self.scale, self.warm = 1.0, True
+        self.b = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+        self.a.active = True
+
+    def factor(self, x):
+        return self.scale * (2 if hasattr(self, "warm") else 3) * (5 if hasattr(self.a, "active") else 7)
+
+
 @pytest.mark.parametrize("policy", ["full", "selective"])
-@pytest.mark.parametrize("change", [_set_parameters, _freeze_dropout, _add_child, _drop_hooks])
+@pytest.mark.parametrize(
+    "change",
+    [_set_parameters, _freeze_dropout, _add_child, _drop_hooks, _rename, _move_to_neighbor, _replace_dict],
+)
 @pytest.mark.parametrize("when", ["before the forward", "before the backward"])
 def test_modules_that_change_after_they_were_learned(change, policy, when):
     torch.manual_seed(0)
-    plain = Two()
-    plain.b = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5))
+    plain = LooksAround()
     model, x = copy.deepcopy(plain), torch.randn(8, 8)
     recomputed(model, policy)
     for step in range(6):
@@ -381,3 +412,35 @@ def test_a_region_that_comes_to_replace_a_tensor(policy):
             one(x).square().mean().backward()
         assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
         assert torch.equal(plain.last, model.last)
+
+
+class Sparse(Two):
+    def factor(self, x):
+        return torch.sparse.mm(torch.eye(x.shape[0]).to_sparse(), x)
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_sparse_tensors_may_be_saved(policy):
+    plain, model = _pair(Sparse, policy)
+    assert_trains_alike(plain, model, _loss(torch.randn(3, 8)), steps=4)
+
+
+class KeepsOutput(Two):
+    """Keep the output with its graph, as models do that are asked for it later."""
+
+    def set_up(self):
+        self.last = None
+
+    def forward(self, x):
+        self.last = super().forward(x)
+        return self.last
+
+
+@pytest.mark.parametrize("policy", ["full", "selective"])
+def test_an_output_that_is_kept_does_not_keep_those_before_it(policy):
+    model = KeepsOutput()
+    recomputed(model, policy)
+    outputs = []
+    for _ in range(6):
+        outputs.append(weakref.ref(model(torch.randn(3, 8, requires_grad=True))))
+    assert sum(output() is not None for output in outputs) <= 2

@@ -1,6 +1,7 @@
 """What the modules of a region carry: attributes, buffers, parameters. A replay finds them as the forward did."""
 
 import copy
+import weakref
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain, islice, repeat
@@ -44,13 +45,15 @@ class Snapshot:
         self.generators = self.contents.generators
         self.is_lasting = all(p.is_leaf for p in self.parameters)
         """Whether it may be kept beyond a call: with it a graph would be kept that made the parameters."""
-        self._attributes = [owner.module.__dict__ for owner in self.owners]
-        self._nums_of_torch = [owner.num_of_torch for owner in self.owners]
+        plain = [owner for owner in self.owners if owner.is_plain]
+        self._modules = [weakref.ref(owner.module) for owner in plain]
+        self._attributes = [owner.module.__dict__ for owner in plain]
+        self._nums_of_torch = [owner.num_of_torch for owner in plain]
         dicts = [attributes[name] for attributes in self._attributes for name in _HELD]
         self._filled = [held for held in dicts if held]
         self._empty = [held for held in dicts if not held]
         self.hooks = HookDicts(module)
-        self._carried = self._carried_now()
+        self._carried, self._names = self._carried_now(), self._names_now()
 
     def modules(self) -> Iterator[nn.Module]:
         """Yield the modules."""
@@ -63,30 +66,43 @@ class Snapshot:
 
     def holds(self) -> bool:
         """Tell whether the modules carry the very same objects still, under the same names."""
-        if any(self._empty):
+        attributes = [vars(module()) for module in self._modules]
+        if any(self._empty) or not all(map(is_, attributes, self._attributes)):
             return False
         now = self._carried_now()
-        return len(now) == len(self._carried) and all(map(is_, now, self._carried)) and self.contents.holds()
+        holds = len(now) == len(self._carried) and all(map(is_, now, self._carried))
+        return holds and self._names_now() == self._names and self.contents.holds()
 
     def resembles(self, other: "Snapshot") -> bool:
         """Tell whether the modules carry what they did in another, but for tensors in the place of tensors: data."""
-        if len(self._carried) != len(other._carried) or not other.contents.holds():
+        alike = len(self._carried) == len(other._carried) and self._names == other._names
+        if not alike or not other.contents.holds():
             return False
         pairs = zip(self._carried, other._carried, strict=True)
         return all(one is another or (_is_data(one) and _is_data(another)) for one, another in pairs)
 
+    def let_go(self) -> None:
+        """Never hold again: what the modules carried may have a graph, and only the owners are rid of it."""
+        self._carried = []
+
     def _carried_now(self) -> list[Any]:
-        """Return what the modules carry, in order. No loop of Python's, and no names: this is in every call."""
+        """Return what the modules carry, in order. No loop of Python's: this is in every call."""
         attributes = map(islice, map(dict.values, self._attributes), self._nums_of_torch, repeat(None))
-        parts = chain(map(_OF_TORCH, self._attributes), attributes, map(dict.values, self._filled), self._filled)
+        parts = chain(map(_OF_TORCH, self._attributes), attributes, map(dict.values, self._filled))
         return [*chain.from_iterable(parts)]
+
+    def _names_now(self) -> list[Any]:
+        """Return how many attributes each module has, and the names of all."""
+        attributes = map(islice, self._attributes, self._nums_of_torch, repeat(None))
+        dicts = (*self._attributes, *self._filled)
+        return [*map(len, dicts), *chain.from_iterable(chain(attributes, self._filled))]
 
 
 class Attributes:
     """The state of a region's modules when it was entered."""
 
     def __init__(self, snapshot: Snapshot, parameters: Iterable[nn.Parameter] = ()) -> None:
-        self._snapshot = snapshot
+        self.snapshot = snapshot
         self.parameters = (*snapshot.plain_parameters, *snapshot.odd_parameters, *parameters)
         self._parameters = self._parameters_now()
         self._buffer_versions = versions_of([b for _, _, b in snapshot.buffers])
@@ -94,7 +110,7 @@ class Attributes:
 
     def are_as_then(self) -> bool:
         """Tell whether there is nothing to put back, nor a parameter that was written to."""
-        return self.has_parameters_as_then() and self._snapshot.holds()
+        return self.has_parameters_as_then() and self.snapshot.holds()
 
     def has_parameters_as_then(self) -> bool:
         """Tell whether nothing has happened to the parameters."""
@@ -102,7 +118,7 @@ class Attributes:
 
     def _parameters_now(self) -> list[tuple[int, bool, int]]:
         """Return what could happen to each parameter: the version, whether it needs a gradient, the storage."""
-        plain = self._snapshot.plain_parameters
+        plain = self.snapshot.plain_parameters
         others = self.parameters[len(plain) :]
         try:
             now = [(p._version, p.requires_grad, p.untyped_storage()._cdata) for p in plain]
@@ -112,16 +128,17 @@ class Attributes:
 
     def clone(self, buffers: Collection[Buffer] | None) -> None:
         """Copy the buffers that the region is known to write to; all of them for None."""
-        for owner, key, buffer in self._snapshot.buffers:
+        for owner, key, buffer in self.snapshot.buffers:
             if buffers is None or (owner.name, key) in buffers or key == _COUNTER:
                 self._clones[owner.name, key] = buffer.detach().clone().requires_grad_(buffer.requires_grad)
 
     def settle(self) -> bool:
         """Tell whether the region has left its modules with all they carried; if not, keep what that was, and no graph."""
-        if self._snapshot.holds():
+        if self.snapshot.holds():
             return True
-        self._snapshot = copy.copy(self._snapshot)
-        self._snapshot.owners = tuple(owner.without_graphs() for owner in self._snapshot.owners)
+        self.snapshot = copy.copy(self.snapshot)
+        self.snapshot.owners = tuple(owner.without_graphs() for owner in self.snapshot.owners)
+        self.snapshot.let_go()
         self._let_go_of_replaced()
         return False
 
@@ -156,24 +173,24 @@ class Attributes:
         """
         changed = {id(buffer): buffer for _, _, buffer in self._changed_buffers()}
         for buffer in changed.values():
-            for _, key, other in self._snapshot.buffers:
+            for _, key, other in self.snapshot.buffers:
                 if other is not buffer and _share_memory(buffer, other):
                     raise ReplayError(fqn, f"needs {key!r} as it was, of which the forward wrote to a view")
-        for (owner, key, buffer), version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
+        for (owner, key, buffer), version in zip(self.snapshot.buffers, self._buffer_versions, strict=True):
             if (now := version_of(buffer)) != version and (owner.name, key) not in self._clones:
                 raise SavedTensorModifiedError(fqn, tuple(buffer.shape), version, now, what="a buffer of")
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put the modules into the state of the entry for a while, and back into what they are now."""
-        now = then = self._snapshot.owners
+        now = then = self.snapshot.owners
         try:
-            if not self._snapshot.holds():
+            if not self.snapshot.holds():
                 now = tuple(Owner(owner.name, owner.module) for owner in then)
                 memo: dict[int, Any] = {}
                 for owner in then:
                     owner.put()
-                    owner.put_contents(self._snapshot.contents, memo)
+                    owner.put_contents(self.snapshot.contents, memo)
             again: dict[int, torch.Tensor] = {}
             for owner, key, buffer in self._changed_buffers():
                 if id(buffer) not in again:  # one tensor may have several names
@@ -181,11 +198,11 @@ class Attributes:
                 owner.carry(key, again[id(buffer)])
             with (
                 self._frozen_as_then(),
-                _put_back(b for _, _, b in self._snapshot.buffers if id(b) not in again and _may_be_statistics(b)),
+                _put_back(b for _, _, b in self.snapshot.buffers if id(b) not in again and _may_be_statistics(b)),
             ):
                 yield
         finally:
-            if now is not then or not self._snapshot.holds():
+            if now is not then or not self.snapshot.holds():
                 for owner, other in zip(now, then, strict=True):
                     owner.put(after=other)
 
@@ -204,21 +221,21 @@ class Attributes:
 
     def _let_go_of_replaced(self) -> None:
         """Forget the buffers in whose place the forward put others: those may descend from them, graph and all."""
-        entries = zip(self._snapshot.buffers, self._buffer_versions, strict=True)
+        entries = zip(self.snapshot.buffers, self._buffer_versions, strict=True)
         kept = [(entry, version) for entry, version in entries if entry[0].carries(entry[1], entry[2])]
-        self._snapshot.buffers = tuple(entry for entry, _ in kept)
+        self.snapshot.buffers = tuple(entry for entry, _ in kept)
         self._buffer_versions = [version for _, version in kept]
-        names = {(owner.name, key) for owner, key, _ in self._snapshot.buffers}
+        names = {(owner.name, key) for owner, key, _ in self.snapshot.buffers}
         self._clones = {name: clone for name, clone in self._clones.items() if name in names}
 
     def _drop_clones(self) -> None:
         """Let go of the copies of buffers that hold the same values still."""
-        for (owner, key, buffer), version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
+        for (owner, key, buffer), version in zip(self.snapshot.buffers, self._buffer_versions, strict=True):
             if not differs(buffer, version, self._clones[owner.name, key]):
                 del self._clones[owner.name, key]
 
     def _changed_buffers(self) -> "Iterator[tuple[Owner, str, torch.Tensor]]":
-        for entry, version in zip(self._snapshot.buffers, self._buffer_versions, strict=True):
+        for entry, version in zip(self.snapshot.buffers, self._buffer_versions, strict=True):
             owner, key, buffer = entry
             if (owner.name, key) in self._clones or version_of(buffer) != version:
                 yield entry

@@ -1,6 +1,8 @@
 """Keep a key-value cache out of a checkpointed region: a replay would write to it a second time."""
 
+import functools
 import logging
+import sys
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakValueDictionary
@@ -17,18 +19,20 @@ _STAYS_EMPTY = (
     "pass use_cache=False, or train on a cache that a forward under torch.no_grad() has filled"
 )
 _HOLDS_KEYS = (
-    "layers whose cache holds keys already (a prefix, a prompt) are not checkpointed while the model trains on it: "
-    "activation checkpointing steps aside there, and saves no memory"
+    "layers whose cache holds keys already (a prefix, a prompt), or is read by other layers, are not checkpointed while "
+    "the model trains on it: activation checkpointing steps aside there, and saves no memory"
 )
 
 
 def holds_keys(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Tell whether a cache among the arguments holds something of this layer, on which its forward then depends.
+    """Tell whether a cache among the arguments holds something of this layer, or will for others, which depend on it.
 
     The layers before it, where they are not checkpointed, may have filled their parts of an empty cache meanwhile.
     """
     caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
-    return bool(caches) and any(_length(cache, _layer_index(module)) > 0 for cache in caches)
+    if not caches:
+        return False
+    return _fills_for_others(type(module)) or any(_length(cache, _layer_index(module)) > 0 for cache in caches)
 
 
 def without_cache(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -59,6 +63,21 @@ def _is_cache(value: Any) -> bool:
     if value is None or type(value) in _NO_CACHES:  # to ask a tensor for what it lacks takes a microsecond
         return False
     return hasattr(value, "get_seq_length") and hasattr(value, "update")  # transformers' protocol
+
+
+@torch.compiler.assume_constant_result
+@functools.cache
+def _fills_for_others(cls: type) -> bool:
+    """Tell whether layers that are written beside this class only read a cache, by transformers' mark for them.
+
+    Such a cache is no byproduct: without it, a decoder would not see its prompt.
+    """
+    files = [vars(sys.modules[base.__module__]) for base in cls.__mro__ if base.__module__ in sys.modules]
+    return any(_only_reads(value) for file in files for value in list(file.values()))
+
+
+def _only_reads(value: Any) -> bool:
+    return isinstance(value, type) and getattr(value, "_can_checkpoint_with_cache", False) is True
 
 
 def _layer_index(module: nn.Module) -> int | None:

@@ -101,15 +101,15 @@ class Following:
         self._positions = recipe.positions
         self._policy = policy
         self._frame = frame
-        self._sizes = frame.sizes()
+        self._looks = frame.looks()
         self._shelf = shelf
         self._saved: dict[int, _Versioned] = {}
         self._outputs: dict[int, _Versioned] = {}
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Drop one saved tensor, or keep it: the hook that autograd calls in the region's forward."""
-        position = len(self._sizes)
-        self._sizes.append(tensor.nbytes)  # as the frame's own does
+        position = len(self._looks)
+        self._looks.append(hash((tensor.shape, tensor.dtype)))  # as the frame's own does
         if position in self._positions:
             self._take(position, tensor)
         return Handle(self._frame, position)
@@ -139,8 +139,9 @@ class Following:
 
     def close(self) -> Ended:
         """Keep what the recipe says; if this was another kind of call after all, only what came before the difference."""
-        recipe, sizes, frame = self._recipe, self._sizes, self._frame
-        num_alike = len(sizes) if sizes == recipe.sizes else _num_alike(sizes, recipe.sizes)
+        self._shelf.close()
+        recipe, looks, frame = self._recipe, self._looks, self._frame
+        num_alike = len(looks) if looks == recipe.looks else _num_alike(looks, recipe.looks)
         recalled = Recalled(recipe, self._policy, frame.fqn, num_alike)
         recalled.outputs = self._outputs
         kept = [number for number in range(len(recipe.ingredients)) if recalled.has(number)]
@@ -148,16 +149,16 @@ class Following:
             for position in recipe.ingredients[number].held:
                 recalled.saved[position] = self._saved[position]
                 frame.keep(position, self._saved[position][0], _Own(recalled, number))
-        if sizes != recipe.sizes or len(self._outputs) != recipe.num_found:
+        if looks != recipe.looks or len(self._outputs) != recipe.num_found:
             self._shelf.forget()
             storages = storages_of(tensor for number in kept for tensor, _ in recalled.result(number).versions)
-            return Ended(len(sizes), recalled, sum(storages.values()))
+            return Ended(len(looks), recalled, sum(storages.values()))
         for position, on in recipe.tail.items():
             tensor, version = self._saved[position]
             frame.keep(position, tensor, _Tail(tensor, version, recalled, on))
         return Ended(recipe.num_needed, recalled, recipe.num_bytes)
 
 
-def _num_alike(sizes: list[int], others: list[int]) -> int:
-    pairs = enumerate(zip(sizes, others, strict=False))
-    return next((n for n, (one, other) in pairs if one != other), min(len(sizes), len(others)))
+def _num_alike(looks: list[int], others: list[int]) -> int:
+    pairs = enumerate(zip(looks, others, strict=False))
+    return next((n for n, (one, other) in pairs if one != other), min(len(looks), len(others)))

@@ -14,10 +14,10 @@ from torch.utils._pytree import tree_leaves
 
 from memopt.errors import BackwardInsideError, ReplayError
 from memopt.runtime.replay.filling import Filling
-from memopt.runtime.replay.proof import Record
+from memopt.runtime.replay.proof import Record, described, look_of
 
-ANY = -1
-"""The bytes of a save of which nothing is known."""
+ANY = 0
+"""The look of a save of which nothing is known."""
 _NO_BACKWARD = -1
 """What torch calls the number of the backward where there is none."""
 
@@ -62,7 +62,7 @@ class Frame:
         self.fqn = fqn
         self._record = record
         """What is saved, while the forward of a call that learns runs."""
-        self._sizes: list[int] = []
+        self._looks: list[int] = []
         self._values: list[torch.Tensor | None] = []
         self._guards: dict[int, Guard] = {}
         """Of the values that were kept, and not computed again."""
@@ -81,11 +81,11 @@ class Frame:
     @property
     def num_saves(self) -> int:
         """How many tensors the forward saved so far."""
-        return len(self._sizes)
+        return len(self._looks)
 
-    def sizes(self) -> list[int]:
-        """Return the bytes of each save, in order."""
-        return self._sizes
+    def looks(self) -> list[int]:
+        """Return what the saves look like, in order: equal numbers stand for equal shapes and types."""
+        return self._looks
 
     @property
     def released(self) -> set[int]:
@@ -94,15 +94,15 @@ class Frame:
 
     def pack(self, tensor: torch.Tensor) -> Handle:
         """Drop one saved tensor: the hook that autograd calls in the region's forward."""
-        sizes = self._sizes
-        sizes.append(tensor.nbytes)
-        return Handle(self, len(sizes) - 1)
+        looks = self._looks
+        looks.append(hash((tensor.shape, tensor.dtype)))
+        return Handle(self, len(looks) - 1)
 
     def pack_and_record(self, tensor: torch.Tensor) -> Handle:
         """Drop one saved tensor when the forward has ended."""
         assert self._record is not None
         handle = self.pack(tensor)
-        self._record.note(tensor)
+        self._record.note(tensor, self._looks[handle.position])
         return handle
 
     def keep(self, position: int, tensor: torch.Tensor, guard: Guard) -> None:
@@ -185,9 +185,9 @@ class Frame:
 
     def fill(self, position: int, tensor: torch.Tensor) -> None:
         """Take the tensor of a replay; raises ReplayError if it is not like the one that was dropped."""
-        if (expected := self._sizes[position]) not in (ANY, tensor.nbytes):
-            found = f"a {str(tensor.dtype).removeprefix('torch.')} tensor of shape {list(tensor.shape)}"
-            raise ReplayError(self.fqn, f"saved {found} where the forward saved one of {expected} bytes")
+        if self._looks[position] != ANY and hash((tensor.shape, tensor.dtype)) != self._looks[position]:
+            found, expected = described(tensor.shape, tensor.dtype), look_of(self._looks[position])
+            raise ReplayError(self.fqn, f"saved {found} where the forward saved {expected}")
         if position not in self._released:
             self._values[position] = tensor.detach()
 
@@ -196,7 +196,7 @@ class Frame:
         return {n: value for n in self._computed if (value := self._values[n]) is not None}
 
     def _make_room(self) -> None:
-        self._values += [None] * (len(self._sizes) - len(self._values))
+        self._values += [None] * (len(self._looks) - len(self._values))
 
     def _begin(self, backward: int) -> None:
         """Look at the parameters when backward comes to the region: an optimizer may step in backward, one by one."""

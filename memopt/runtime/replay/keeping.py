@@ -82,4 +82,5 @@ class Keeping(ExpensiveFunctions):
         """Decide what is kept, now that the forward has ended, and write a recipe for the next call of its kind."""
         self._results.close(self._frame)
         self._shelf.learn(self._results, self._frame)
+        self._shelf.close()
         return Ended(self._results.num_needed, self._results, self._results.num_bytes(self._frame))

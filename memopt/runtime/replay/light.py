@@ -33,12 +33,12 @@ Shapes = tuple[Any, ...]
 
 
 class Learned:
-    """What a part does with arguments of one shape: the bytes of its saves and its outputs, in order."""
+    """What a part does with arguments of one shape: the looks of its saves and its outputs, in order."""
 
-    __slots__ = ("num_saves", "num_tensors", "outputs", "sizes")
+    __slots__ = ("looks", "num_saves", "num_tensors", "outputs")
 
-    def __init__(self, sizes: list[int], num_saves: int, outputs: tuple[int, ...], num_tensors: int) -> None:
-        self.sizes = sizes
+    def __init__(self, looks: list[int], num_saves: int, outputs: tuple[int, ...], num_tensors: int) -> None:
+        self.looks = looks
         self.num_saves = num_saves
         self.outputs = outputs
         """Which of the tensors that it returns are its own."""
@@ -52,7 +52,7 @@ class LightFrame(Frame):
     def __init__(self, fqn: str, learned: Learned) -> None:
         super().__init__(fqn)
         self._learned = learned
-        self._sizes = learned.sizes
+        self._looks = learned.looks
         self._count = 0
 
     def pack(self, tensor: torch.Tensor) -> Handle:
@@ -64,7 +64,7 @@ class LightFrame(Frame):
         """Tell whether the forward saved as much as it did when it was learned; if not, what it saved is not known."""
         if self._count == self._learned.num_saves:
             return True
-        self._sizes = [ANY] * (self._count + len(self._learned.outputs))
+        self._looks = [ANY] * (self._count + len(self._learned.outputs))
         return False
 
 

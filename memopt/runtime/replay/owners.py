@@ -21,7 +21,7 @@ _MISSING = object()
 class Owner:
     """One module of a region and what it carries."""
 
-    __slots__ = ("_module", "attributes", "buffers", "children", "name", "num_of_torch", "parameters")
+    __slots__ = ("_module", "attributes", "buffers", "children", "is_plain", "name", "num_of_torch", "parameters")
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name = name
@@ -29,6 +29,8 @@ class Owner:
         self.attributes = dict(module.__dict__)
         self.num_of_torch = sum(1 for _ in takewhile(_OF_TORCH.__contains__, self.attributes))
         """How many of the attributes, from the first on, are torch's own: nn.Module makes those first."""
+        self.is_plain = self.attributes.keys() >= _OF_TORCH
+        """Whether it has those: one that torch.jit has scripted keeps them elsewhere, and changes nothing of its own."""
         self.parameters = dict(module._parameters)
         self.buffers = dict(module._buffers)
         self.children = dict(module._modules)

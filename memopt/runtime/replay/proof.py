@@ -29,6 +29,10 @@ _INTEGERS = (torch.bool, torch.int8, torch.int16, torch.int32, torch.int64)
 """Not uint8: those are a kernel's own notes, and only partly filled."""
 
 
+_looks: dict[int, tuple[torch.Size, torch.dtype]] = {}
+"""What the hash of a save's looks stands for."""
+
+
 class Record:
     """What a region's forward saves, while it runs, in a call that learns; all of it, or what tells of late filling."""
 
@@ -43,8 +47,9 @@ class Record:
         self.was_read = False
         """Whether a backward inside the forward has asked for one of them."""
 
-    def note(self, tensor: torch.Tensor) -> None:
+    def note(self, tensor: torch.Tensor, look: int) -> None:
         """Take one saved tensor, without its graph: with it this would be a cycle."""
+        _looks.setdefault(look, (tensor.shape, tensor.dtype))
         if self._holds:
             self._saves.append((tensor.detach(), version_of(tensor)))
         if not tensor.requires_grad and tensor.layout is torch.strided:
@@ -116,6 +121,16 @@ class Samples:
         if key not in self._picks:
             self._picks[key] = _picks(*key)
         return torch.take(tensor, self._picks[key])
+
+
+def look_of(look: int) -> str:
+    """Return in words what a hash of looks stands for, as far as a call that learns has met it."""
+    return described(*_looks[look]) if look in _looks else "another"
+
+
+def described(shape: torch.Size, dtype: torch.dtype) -> str:
+    """Return in words what a tensor looks like."""
+    return f"a {str(dtype).removeprefix('torch.')} tensor of shape {list(shape)}"
 
 
 def _has_values(tensor: torch.Tensor) -> bool:

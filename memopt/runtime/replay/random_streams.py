@@ -13,10 +13,14 @@ import torch
 
 from memopt.runtime.prediction import alike, predicts
 
-_BITS, _HAS_GAUSS = 1, 3
-"""Where the numbers, and whether a normal is kept back, stand in what `numpy.random.get_state` returns."""
+_BITS = 1
+"""Where the numbers stand in what `numpy.random.get_state` returns."""
 _NUM_BYTES = 4 * 624 + 4
 """Of a Mersenne Twister: 624 numbers and a position."""
+
+
+Memory = tuple[Any, ...] | None
+"""What tells two states of a global generator apart; None where that is not known."""
 
 
 class Access(NamedTuple):
@@ -63,45 +67,42 @@ class RandomStream:
 class _Global:
     """A global generator, Python's or numpy's, whose state is dear to read and to set: up to 30 microseconds."""
 
-    def __init__(self, access: Access, bits: Callable[[], bytes | None], keeps_normal: Callable[[Any], bool]) -> None:
+    def __init__(self, access: Access, memory: Callable[[], Memory]) -> None:
         self.access = access
-        self.bits = bits
-        """Its memory, by which is known that nothing was drawn since; None if that cannot be read."""
-        self.keeps_normal = keeps_normal
-        """Whether a state has a normal that is kept back for the next draw; that draw moves no bits."""
-        self._last: tuple[bytes | None, Any] = (None, None)
+        self.memory = memory
+        """What tells that nothing was drawn since, nor set; None if that cannot be read."""
+        self._last: tuple[Memory, Any] = (None, None)
 
-    def now(self) -> tuple[bytes | None, Any]:
+    def now(self) -> tuple[Memory, Any]:
         """Return its memory and its state, which is read once between two draws."""
-        bits, last = self.bits(), self._last
-        if bits is None or bits != last[0] or self.keeps_normal(last[1]):
-            self._last = last = bits, self.access.get()
+        memory, last = self.memory(), self._last
+        if memory is None or memory != last[0]:
+            self._last = last = memory, self.access.get()
         return last
 
 
 class GlobalStream(RandomStream):
     """The state of a global generator."""
 
-    __slots__ = ("_bits", "_generator")
+    __slots__ = ("_generator", "_memory")
 
     def __init__(self, generator: _Global) -> None:
         self._generator = generator
         self._access = generator.access
-        self._bits, self._state = generator.now()
+        self._memory, self._state = generator.now()
 
     @contextmanager
     def rewound(self) -> Iterator[None]:
         """Draw the same again for a while, and go on as before; set nothing that is as it should be."""
-        bits, now = self._generator.now()
-        keeps_normal = any(map(self._generator.keeps_normal, (self._state, now)))
-        if bits is None or bits != self._bits or keeps_normal:
+        memory, now = self._generator.now()
+        if memory is None or memory != self._memory:
             with super().rewound():
                 yield
             return
         try:
             yield
         finally:
-            if self._generator.bits() != bits:
+            if self._generator.memory() != memory:
                 self._access.set(now)
 
 
@@ -109,7 +110,7 @@ def global_streams() -> tuple[Any, ...]:
     """Return how far the global generators of torch, Python and numpy have come: to compare, not to set."""
     if predicts():  # nothing is drawn
         return ()
-    return _PYTHON.now()[1], _numpy_bits() if "numpy" in sys.modules else None, *_torch_streams()
+    return _PYTHON.now()[1], _numpy_memory() if "numpy" in sys.modules else None, *_torch_streams()
 
 
 def _torch_streams() -> tuple[Any, ...]:
@@ -170,26 +171,51 @@ def _is_equal(one: Any, other: Any) -> bool:
     return _is_same(one, other) if isinstance(one, tuple) and isinstance(one[0], str) else repr(one) == repr(other)
 
 
-def _numpy_bits() -> bytes | None:
-    """Return the memory of numpy's global generator: a few hundred numbers, and which is next."""
-    find = getattr(sys.modules["numpy"].random, "get_bit_generator", None)  # numpy 1.24
-    bits: Any = find() if find is not None else None
-    if type(bits).__name__ != "MT19937":
+def _numpy_memory() -> Memory:
+    """Return the memory of numpy's global generator: its numbers, and the object with the normal that is kept back."""
+    twister = _numpy_twister()
+    if twister is None or not _can_read_numpy():
         return None
-    return ctypes.string_at(bits.ctypes.state_address, _NUM_BYTES)
+    numbers = ctypes.string_at(twister.ctypes.state_address, _NUM_BYTES)
+    return numbers, _memory_of(sys.modules["numpy"].random.mtrand._rand)
+
+
+def _numpy_twister() -> Any:
+    """Return what makes the bits of numpy's global generator, None if it is not the usual one."""
+    bits = sys.modules["numpy"].random.mtrand._rand._bit_generator
+    return bits if type(bits).__name__ == "MT19937" else None
+
+
+@functools.cache
+def _can_read_numpy() -> bool:
+    """Tell whether a normal that is kept back shows in the object, and shows again."""
+    if sys.implementation.name != "cpython":
+        return False
+    generator = sys.modules["numpy"].random.RandomState(0)
+    none = _memory_of(generator)
+    generator.standard_normal()
+    one = _memory_of(generator)
+    generator.standard_normal()
+    generator.seed(0)
+    return one != none == _memory_of(generator)
+
+
+def _memory_of(generator: Any) -> bytes:
+    """Return the memory of an object beyond what all objects have."""
+    return ctypes.string_at(id(generator) + object.__basicsize__, type(generator).__basicsize__ - object.__basicsize__)
 
 
 def _numpy_state() -> Any:
-    return sys.modules["numpy"].random.get_state()
+    return sys.modules["numpy"].random.get_state(legacy=_numpy_twister() is not None)
 
 
 def _set_numpy_state(state: Any) -> None:
     sys.modules["numpy"].random.set_state(state)
 
 
-def _python_bits() -> bytes | None:
-    """Return the memory of Python's global generator."""
-    return _bits_of(random._inst) if _CAN_READ else None
+def _python_memory() -> Memory:
+    """Return the memory of Python's global generator, and the normal that it keeps back."""
+    return (_bits_of(random._inst), getattr(random._inst, "gauss_next", None)) if _CAN_READ else None
 
 
 def _bits_of(generator: random.Random) -> bytes:
@@ -211,9 +237,5 @@ def _can_read() -> bool:
 _PYTHON_BYTES = _random.Random.__basicsize__ - object.__basicsize__
 _CAN_READ = _can_read()
 _TORCH = Access(torch.default_generator.get_state, torch.default_generator.set_state)
-_PYTHON = _Global(Access(random.getstate, random.setstate), _python_bits, lambda state: state[-1] is not None)
-_NUMPY = _Global(
-    Access(_numpy_state, _set_numpy_state),
-    _numpy_bits,
-    lambda state: bool(state[_HAS_GAUSS]),
-)
+_PYTHON = _Global(Access(random.getstate, random.setstate), _python_memory)
+_NUMPY = _Global(Access(_numpy_state, _set_numpy_state), _numpy_memory)

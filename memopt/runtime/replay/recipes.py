@@ -62,8 +62,8 @@ class Ingredient:
 class Recipe:
     """What a call of a region keeps."""
 
-    sizes: list[int]
-    """Of all its saves, in bytes."""
+    looks: list[int]
+    """Of all its saves."""
     ingredients: tuple[Ingredient, ...]
     tail: dict[int, int | None]
     """The last saves, which are kept too: the position, and the ingredient that one lies on."""
@@ -116,7 +116,7 @@ class Recipes:
         while len(self._recipes) >= _MAX_RECIPES:
             del self._recipes[next(iter(self._recipes))]
         self._recipes[kind] = Recipe(
-            sizes=frame.sizes(),
+            looks=frame.looks(),
             ingredients=tuple(one for one in ingredients if one is not None),
             tail=results.tail(frame, kept),
             num_needed=results.num_needed,
@@ -145,6 +145,10 @@ class Shelf:
     def forget(self) -> None:
         """Take the recipe away: the call was another one."""
         self._recipes.forget(self._kind)
+
+    def close(self) -> None:
+        """Let go of the modules: autograd holds whoever packs for as long as the graph, and they may hold its output."""
+        self._modules = ()
 
 
 def _ingredient(result: Result) -> Ingredient | None:

@@ -92,8 +92,8 @@ class Known:
         simple = plain and not self.draws and not self.reads_inside
         if shapes is None or not (simple and self.is_proven and outputs):
             return
-        sizes = list(frame.sizes())
-        self.light[shapes] = Learned(sizes, len(sizes) - len(outputs), outputs, num_tensors)
+        looks = list(frame.looks())
+        self.light[shapes] = Learned(looks, len(looks) - len(outputs), outputs, num_tensors)
         while len(self.light) > MAX_SHAPES:
             self.light.pop(next(iter(self.light)), None)
 
@@ -210,6 +210,7 @@ class _Call:
         known.arguments = written | (known.arguments or frozenset())
         if known.buffers is None or not known.is_steady:
             known.is_steady = self._attributes.settle()
+            self._snapshot = self._attributes.snapshot
         changed = self._attributes.close(learns=known.buffers is None)
         known.buffers = changed | (known.buffers or frozenset())
         ended = watch.close()

@@ -1,0 +1,45 @@
+"""Words about a sound: as many placeholders as a model makes of it, and the sound as its tower takes it."""
+
+import inspect
+
+import torch
+
+from tests import zoo
+from tests.architectures.images import noise, num_places, with_places
+
+NUM_FRAMES = {"Qwen3ASRForConditionalGeneration": 100}
+"""By class, where it is not 24."""
+
+
+def takes_sound(model):
+    """Return whether a model is of sound and words, and puts what it makes of one in the places of a token."""
+    audio = _audio(model)
+    return _listener(model) is not None and audio is not None and not hasattr(model.config, "vision_config")
+
+
+def listened_to(model):
+    """Return words, among them the places of a sound, and that sound."""
+    sounds = _sounds(model)
+    ids = with_places(num_places(model, _listener(model), sounds), zoo.SOUND)
+    return {"input_ids": ids, "labels": ids} | sounds
+
+
+def _listener(model):
+    return getattr(model.base_model, "get_audio_features", None) or getattr(model, "get_audio_features", None)
+
+
+def _audio(model):
+    return getattr(model.config, "audio_config", None) or getattr(model.config, "encoder_config", None)
+
+
+def _sounds(model):
+    """Return what the model takes of features and of the mask that says which are there."""
+    audio, takes = _audio(model), inspect.signature(model.forward).parameters.keys()
+    length = NUM_FRAMES.get(type(model).__name__, 24)
+    width = None if hasattr(audio, "input_dim") else audio.num_mel_bins
+    features = noise(width, length) if width else noise(length, audio.input_dim)
+    there = torch.ones(zoo.BATCH_SIZE, length, dtype=torch.long)
+    found = {"input_features": features, "input_features_mask": there, "feature_attention_mask": there}
+    if width is None:
+        found["input_features_mask"] = None
+    return {key: value for key, value in found.items() if key in takes and value is not None}
