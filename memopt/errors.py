@@ -171,6 +171,17 @@ class TraceError(MemoptError):
     """The model could not be traced on fake tensors."""
 
 
+class PredictionError(MemoptError):
+    """The memory of a training step could not be foretold: its backward or its optimizer fails on fake tensors."""
+
+    def __init__(self, class_name: str, error: Exception) -> None:
+        why = str(error).strip().partition("\n")[0]
+        super().__init__(
+            f"a training step of {class_name} cannot be predicted: {type(error).__name__}: {why}; leave the prediction "
+            "out (memopt-analyze --no-predict), or report it to memopt if the step trains on real tensors"
+        )
+
+
 class RewriteError(MemoptError):
     """The live model cannot be rewritten as asked; it was left as it was."""
 

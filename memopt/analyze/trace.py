@@ -1,10 +1,9 @@
 """Trace a model into a ModuleGraph: one training forward of a fake twin, observed."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import (
@@ -14,20 +13,17 @@ from torch._subclasses.fake_tensor import (
 )
 
 from memopt.analyze.build import build_graph, dtype_name
-from memopt.analyze.fake import TargetKernels, TraceMode, like_a_real_run, silent_torch
-from memopt.analyze.inputs import as_call, batch_shape, example_inputs, fake_arguments
+from memopt.analyze.fake import TraceMode
+from memopt.analyze.fake_run import FakeRun, device_type, fake_run
+from memopt.analyze.inputs import batch_shape
 from memopt.analyze.observation import Observation
 from memopt.analyze.observe import observe
 from memopt.analyze.roles import name_saves
 from memopt.analyze.streams import random_streams_kept
-from memopt.analyze.twin import has_hooks, twin_of_config, twin_of_model
-from memopt.analyze.values import InputValues
-from memopt.errors import IllegalValueError, MemoptError, TraceError
+from memopt.analyze.twin import has_hooks
+from memopt.errors import MemoptError, TraceError
 from memopt.ir import ModuleGraph, TraceInput
 from memopt.units import count_noun
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-TARGET_DEVICES = ("cuda", "cpu")
 
 
 @random_streams_kept()
@@ -52,60 +48,34 @@ def analyze(
 
     Raises IllegalValueError, and TraceError for a model that fake tensors cannot run.
     """
-    _check("dtype", dtype, DTYPES)
-    _check("autocast", autocast, ("none", "bfloat16", "float16"))
-    mode = TraceMode()
-    if isinstance(model, nn.Module):
-        target_device = target_device or _device_type(model)
-        twin = twin_of_model(model, mode)
-    else:
-        target_device = target_device or "cuda"
-        twin = twin_of_config(model, mode, dtype=DTYPES[dtype], attn_implementation=attn_implementation)
-    _check("target_device", target_device, TARGET_DEVICES)
-    if inputs is None:
-        with mode:
-            inputs = example_inputs(twin, batch_size=batch_size, seq_length=seq_length)
-    args, kwargs = as_call(inputs)
-    live = model if isinstance(model, nn.Module) else None
-    with silent_torch():
-        seen = _observe_fake(twin, mode, args, kwargs, target_device=target_device, autocast=autocast, live=live)
-    trace_input = _trace_input(twin, args, kwargs, autocast=autocast, target_device=target_device)
-    notes = _notes(twin, seen, autocast=autocast, target_device=target_device)
-    return build_graph(twin, seen, name=name or _name(model), trace_input=trace_input, notes=notes)
+    run = fake_run(
+        model,
+        inputs,
+        TraceMode(),
+        batch_size=batch_size,
+        seq_length=seq_length,
+        dtype=dtype,
+        autocast=autocast,
+        attn_implementation=attn_implementation,
+        target_device=target_device,
+    )
+    seen = _observe_fake(run, hooked=isinstance(model, nn.Module) and has_hooks(model))
+    return build_graph(
+        run.twin, seen, name=name or _name(model), trace_input=_trace_input(run), notes=_notes(run, seen)
+    )
 
 
-def _observe_fake(
-    twin: nn.Module,
-    mode: TraceMode,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    *,
-    target_device: str,
-    autocast: str,
-    live: nn.Module | None,
-) -> Observation:
-    values = InputValues(mode)
-    if live is not None:
-        values.know_tables(live, twin)
-    fake_args, fake_kwargs = fake_arguments((tuple(args), dict(kwargs)), values, mode)
-    device = _device_type(twin)
-    seen = Observation(flops=lambda: mode.flops)
-    with ExitStack() as stack:
-        stack.enter_context(_trace_errors(twin, seen, hooked=live is not None and has_hooks(live)))
-        stack.enter_context(like_a_real_run())
-        stack.enter_context(mode)
-        stack.enter_context(values)
-        stack.enter_context(TargetKernels(target_device))
-        if autocast != "none":
-            stack.enter_context(torch.autocast(device, dtype=DTYPES[autocast]))
-        observe(twin, fake_args, fake_kwargs, seen=seen)
+def _observe_fake(run: FakeRun, *, hooked: bool) -> Observation:
+    seen = Observation(flops=lambda: run.mode.flops)
+    with trace_errors(run.twin, seen, hooked=hooked), run.on_fakes(), run.autocasting():
+        observe(run.twin, run.args, run.kwargs, seen=seen)
         name_saves(seen)
-    seen.asked_for_choices = values.asked_for_choices
+    seen.asked_for_choices = run.values.asked_for_choices
     return seen
 
 
 @contextmanager
-def _trace_errors(twin: nn.Module, seen: Observation, *, hooked: bool) -> Iterator[None]:
+def trace_errors(twin: nn.Module, seen: Observation, *, hooked: bool) -> Iterator[None]:
     """Turn what fake tensors cannot do into an error that names the module and the way out."""
     try:
         yield
@@ -140,26 +110,24 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _trace_input(
-    twin: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], *, autocast: str, target_device: str
-) -> TraceInput:
-    batch_size, seq_length = batch_shape(args, kwargs)
-    config = getattr(twin, "config", None)
-    dtypes = {p.dtype for p in twin.parameters()}
+def _trace_input(run: FakeRun) -> TraceInput:
+    batch_size, seq_length = batch_shape(run.args, run.kwargs)
+    config = getattr(run.twin, "config", None)
+    dtypes = {p.dtype for p in run.twin.parameters()}
     return TraceInput(
         batch_size=batch_size,
         seq_length=seq_length,
         dtype=dtype_name(dtypes.pop()) if len(dtypes) == 1 else "mixed" if dtypes else "none",
-        autocast=autocast,
+        autocast=run.autocast,
         attn_implementation=getattr(config, "_attn_implementation", None) or "none",
-        target_device=target_device,
+        target_device=run.target_device,
     )
 
 
-def _notes(twin: nn.Module, seen: Observation, *, autocast: str, target_device: str) -> tuple[str, ...]:
+def _notes(run: FakeRun, seen: Observation) -> tuple[str, ...]:
     notes = []
-    if autocast != "none" and target_device != _device_type(twin):
-        notes.append(f"autocast was traced with the CPU's list of ops; on {target_device} a few more run in float32")
+    if run.autocast != "none" and run.target_device != device_type(run.twin):
+        notes.append(f"autocast was traced with the CPU's list of ops; on {run.target_device} a few more run in float32")
     if seen.num_without_storage:
         saves = count_noun(seen.num_without_storage, "saved tensor")
         notes.append(
@@ -173,15 +141,6 @@ def _notes(twin: nn.Module, seen: Observation, *, autocast: str, target_device: 
     return tuple(notes)
 
 
-def _device_type(model: nn.Module) -> str:
-    return next((p.device.type for p in model.parameters()), "cpu")
-
-
 def _name(model: Any) -> str:
     config = model.config if isinstance(model, nn.Module) and hasattr(model, "config") else model
     return getattr(config, "name_or_path", "") or type(model).__name__
-
-
-def _check(key: str, value: str, legal: Any) -> None:
-    if value not in legal:
-        raise IllegalValueError(key, value, ", ".join(legal))

@@ -3,6 +3,7 @@
 from memopt.ir.accounting import account, keep_reason
 from memopt.ir.accounts import PlanAccount, SavedBytes, TargetAccount, TensorLine, saved_bytes
 from memopt.ir.containers import Container, layer_containers, unwrap
+from memopt.ir.device import DEVICES, DeviceProfile, find_device, save_device
 from memopt.ir.graph import (
     FunctionCall,
     Kind,
@@ -16,6 +17,7 @@ from memopt.ir.graph import (
     TraceInput,
 )
 from memopt.ir.layers import outermost_of, saves_activations, why_not_kept, why_not_native
+from memopt.ir.memory import OPTIMIZERS, Memory, Moment, Phase, StepMemory, Use
 from memopt.ir.offload import DEFAULT_MIN_ELEMENTS, Group, Offload
 from memopt.ir.offload_accounts import GroupAccount, LayerShare, OffloadAccount, RecipeAccount
 from memopt.ir.offload_fates import Fates
@@ -45,9 +47,11 @@ from memopt.ir.submodules import layer_parts
 __all__ = [
     "COMPILE",
     "DEFAULT_MIN_ELEMENTS",
+    "DEVICES",
     "MAX_TAIL_TENSOR_BYTES",
     "MIN_SWAP_TENSOR_BYTES",
     "OFFLOAD",
+    "OPTIMIZERS",
     "OP_POLICIES",
     "PLAN_SCHEMA_VERSION",
     "POLICIES",
@@ -58,6 +62,7 @@ __all__ = [
     "CheckpointPolicy",
     "Container",
     "Decision",
+    "DeviceProfile",
     "Family",
     "Fates",
     "Found",
@@ -69,14 +74,17 @@ __all__ = [
     "Kind",
     "KvSharing",
     "LayerShare",
+    "Memory",
     "ModelFacts",
     "ModuleCall",
     "ModuleGraph",
     "ModuleNode",
+    "Moment",
     "Offload",
     "OffloadAccount",
     "OpPolicy",
     "PartCall",
+    "Phase",
     "Plan",
     "PlanAccount",
     "RecipeAccount",
@@ -85,9 +93,11 @@ __all__ = [
     "SavedBytes",
     "SavedTensor",
     "Seen",
+    "StepMemory",
     "TargetAccount",
     "TensorLine",
     "TraceInput",
+    "Use",
     "account",
     "attention_keep_reason",
     "check_count",
@@ -95,6 +105,7 @@ __all__ = [
     "check_inflight",
     "check_margin",
     "check_together",
+    "find_device",
     "find_groups",
     "group_name",
     "keep_reason",
@@ -109,6 +120,7 @@ __all__ = [
     "plan_to_json",
     "recomputable",
     "recompute_names",
+    "save_device",
     "save_plan",
     "saved_bytes",
     "saves_activations",

@@ -1,6 +1,6 @@
 """A device without memory: copies take no time, or as much as they may."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -29,9 +29,17 @@ class FakeBackend:
 
     slab_bytes = 256 << 20
 
-    def __init__(self, device: torch.device, *, ends_at_once: bool) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        ends_at_once: bool,
+        came_back: Callable[[torch.Tensor], None] = lambda target: None,
+    ) -> None:
         self.device = device
         self._ends_at_once = ends_at_once
+        self._came_back = came_back
+        """Is told of each tensor that is copied back in."""
 
     def allocate_host(self, num_bytes: int) -> torch.Tensor:
         """Return host memory, which is not counted: a meta tensor."""
@@ -43,6 +51,8 @@ class FakeBackend:
 
     def copy_in(self, copies: Copies, after: Sequence[Event]) -> FakeEvent:
         """Copy in; its target takes its memory now, whenever the copy ends."""
+        for _, target in copies:
+            self._came_back(target)
         return FakeEvent(has_ended=True)
 
     def here(self) -> int:

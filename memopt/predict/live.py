@@ -1,65 +1,67 @@
 """Count the bytes of the tensors that are alive, as a caching allocator hands them out."""
 
 import weakref
-from enum import Enum, auto
+from dataclasses import dataclass
 
 import torch
+
+from memopt.ir import Use
 
 BLOCK_BYTES = 512
 """What CUDA's allocator rounds a tensor up to (c10/cuda/CUDACachingAllocator)."""
 
 
-class Use(Enum):
-    """What a live storage is for."""
+@dataclass(slots=True)
+class Life:
+    """A storage from the operator that made it to the one before which it was freed, by their numbers in the step."""
 
-    PARAMETERS = auto()
-    OPTIMIZER = auto()
-    GRADIENTS = auto()
-    ACTIVATIONS = auto()
-    """Of the forward, and alive at its end."""
-    WORKSPACE = auto()
+    num_bytes: int
+    use: Use
+    made_at: int
+    freed_at: int | None = None
 
 
 class LiveBytes:
-    """The storages that are alive, each once, with their bytes and what they are for."""
+    """The storages that are alive, each once, and their lives since a step began."""
 
     def __init__(self) -> None:
-        self.by_use = dict.fromkeys(Use, 0)
         self.total = 0
-        self.num_made = 0
-        """How many storages were seen so far: the number that the next one gets."""
-        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int, int]] = {}
-        """By identity: a reference, the bytes, the number."""
-        self._uses: dict[int, Use] = {}
+        self.now = 0
+        """The number of the operator that runs."""
+        self.lives: list[Life] = []
+        self._alive: dict[int, tuple[weakref.ref[torch.UntypedStorage], Life]] = {}
 
-    def note(self, tensor: torch.Tensor, use: Use) -> int | None:
-        """Count a tensor's storage from now on until it is freed; return its number if it is a new one."""
+    def note(self, tensor: torch.Tensor, use: Use) -> None:
+        """Count a tensor's storage from now on until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._storages:
-            return None
+        if key in self._alive:
+            return
         num_bytes = -(-storage.nbytes() // BLOCK_BYTES) * BLOCK_BYTES
-        self._storages[key] = weakref.ref(storage, lambda _: self._free(key, num_bytes)), num_bytes, self.num_made
-        self._uses[key] = use
-        self.by_use[use] += num_bytes
+        life = Life(num_bytes, use, self.now)
+        self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), life
+        self.lives.append(life)
         self.total += num_bytes
-        self.num_made += 1
-        return self.num_made - 1
-
-    def numbers_since(self, number: int) -> frozenset[int]:
-        """Return the numbers, counted from one on, of those that are alive."""
-        return frozenset(made - number for _, _, made in self._storages.values() if made >= number)
 
     def is_for(self, tensor: torch.Tensor, use: Use) -> None:
         """Note what a storage that is counted already turns out to be for."""
-        key = tensor.untyped_storage()._cdata
-        if key in self._storages:
-            num_bytes = self._storages[key][1]
-            self.by_use[self._uses[key]] -= num_bytes
-            self.by_use[use] += num_bytes
-            self._uses[key] = use
+        if (alive := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
+            alive[1].use = use
 
-    def _free(self, key: int, num_bytes: int) -> None:
-        del self._storages[key]
-        self.by_use[self._uses.pop(key)] -= num_bytes
-        self.total -= num_bytes
+    def rest_is_for(self, use: Use, instead_of: Use) -> None:
+        """Note what all that is alive turns out to be for."""
+        for _, life in self._alive.values():
+            if life.use is instead_of:
+                life.use = use
+
+    def restart(self) -> None:
+        """Begin a step: what is alive was there before its first operator, what is not is forgotten."""
+        self.now = 0
+        self.lives = [life for _, life in self._alive.values()]
+        for life in self.lives:
+            life.made_at = 0
+
+    def _free(self, key: int) -> None:
+        life = self._alive.pop(key)[1]
+        life.freed_at = self.now
+        self.total -= life.num_bytes

@@ -1,66 +1,70 @@
 """Run training steps of a model on fake tensors and count what is alive."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch.utils._pytree import tree_leaves
 
-from memopt.analyze.fake import TargetKernels, like_a_real_run, silent_torch
-from memopt.analyze.values import InputValues
+from memopt.analyze.fake_run import FakeRun, device_type
+from memopt.ir import Phase, Use
 from memopt.predict.backend import FakeBackend
-from memopt.predict.live import Use
-from memopt.predict.mode import CountingMode, Timeline
+from memopt.predict.mode import CountingMode
+from memopt.predict.timeline import Timeline
+from memopt.predict.training import Training
 from memopt.runtime.engine import Engine
 from memopt.runtime.prediction import predicting
 
-NUM_FORWARDS = 2
-"""Until a rewritten model does what it does in every further step: it learns in the first, and follows in the third."""
 _NO_CAP_BYTES = 1 << 62
 
 
 class FakeSteps:
     """Steps of a model, rewritten or not, that lies on the fake tensors of a mode."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        mode: CountingMode,
-        args: Any,
-        kwargs: Mapping[str, Any],
-        values: InputValues,
-        target: str,
-    ) -> None:
-        self._model = model
-        self._mode = mode
-        self._call = args, kwargs
-        self._values = values
-        self._target = target
-        for tensor in (*model.parameters(), *model.buffers()):
-            mode.live.note(tensor, Use.PARAMETERS)
+    def __init__(self, run: FakeRun, *, optimizer: str = "none", grad_in_backward: bool = False) -> None:
+        assert isinstance(run.mode, CountingMode)
+        self._run = run
+        self._mode = run.mode
+        for tensor in (*run.twin.parameters(), *run.twin.buffers()):
+            self._mode.live.note(tensor, Use.PARAMETERS)
+        for tensor in tree_leaves((run.args, run.kwargs)):
+            if isinstance(tensor, torch.Tensor):
+                self._mode.live.note(tensor, Use.ACTIVATIONS)
+        self._training = Training(run.twin, self._mode, optimizer, in_backward=grad_in_backward)
+        with run.on_fakes():
+            self._training.prepare()
 
-    def run(self, *, ends_at_once: bool) -> tuple[Timeline, Engine]:
-        """Return the timeline of a step, and the engine with what was copied; copies end at once, or when waited for."""
-        device = next((p.device for p in self._model.parameters()), torch.device("cpu"))
-        engine = Engine(FakeBackend(device, ends_at_once=ends_at_once), cap_bytes=_NO_CAP_BYTES)
-        with self._fake(engine):
-            for _ in range(NUM_FORWARDS):
-                self._mode.begin_step()
+    def step(self, *, ends_at_once: bool = True, num_forwards: int = 0) -> tuple[Timeline, Engine]:
+        """Return the timeline of a step, and the engine with what was copied.
+
+        Copies out end at once, or when somebody waits for them. A rewritten model learns in its first calls: after two
+        forwards it does what it does in every further step.
+        """
+        device = torch.device(device_type(self._run.twin))
+        backend = FakeBackend(device, ends_at_once=ends_at_once, came_back=self._came_back)
+        engine = Engine(backend, cap_bytes=_NO_CAP_BYTES)
+        self._mode.use = Use.WORKSPACE
+        with predicting(engine), self._run.on_fakes():
+            for _ in range(num_forwards):
                 self._forward()
             engine.finish()  # what the forwards before have on its way would be back in a step that went on
-            timeline = self._mode.begin_step(self._model)
-            assert timeline is not None
-            self._backward(self._forward())
+            timeline = self._mode.begin_step(self._run.twin)
+            self._train(timeline)
             self._mode.end_step()
+            self._training.drop_gradients()
         return timeline, engine
 
+    def _train(self, timeline: Timeline) -> None:
+        loss = self._forward()
+        self._mode.live.rest_is_for(Use.ACTIVATIONS, instead_of=Use.WORKSPACE)
+        timeline.enter(Phase.BACKWARD)
+        self._backward(loss)
+        del loss
+        timeline.enter(Phase.OPTIMIZER)
+        self._training.step()
+
     def _forward(self) -> torch.Tensor:
-        self._mode.use = Use.WORKSPACE
-        args, kwargs = self._call
-        loss = _loss_of(self._model(*args, **kwargs))
-        self._mode.end_forward()
-        return loss
+        with self._run.autocasting():
+            return _loss_of(self._run.twin(*self._run.args, **self._run.kwargs))
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Go through the graph; not by `backward`, which would take the modes that the trace needs off the stack."""
@@ -69,17 +73,8 @@ class FakeSteps:
             (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
         )
 
-    @contextlib.contextmanager
-    def _fake(self, engine: Engine) -> Iterator[None]:
-        with (
-            predicting(engine),
-            silent_torch(),
-            like_a_real_run(),
-            self._mode,
-            self._values,
-            TargetKernels(self._target),
-        ):
-            yield
+    def _came_back(self, target: torch.Tensor) -> None:
+        self._mode.live.is_for(target, Use.ACTIVATIONS)
 
 
 def _loss_of(output: Any) -> torch.Tensor:
@@ -87,4 +82,4 @@ def _loss_of(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    return next(t for t in torch.utils._pytree.tree_leaves(output) if isinstance(t, torch.Tensor)).float().mean()
+    return next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor)).float().mean()

@@ -113,7 +113,8 @@ class PartsGroup(Group):
         """Return what holds a tensor that stays: most of a layer's saves do, and have nothing but a version to check."""
         if self._outer is not None or type(tensor) not in PLAIN:
             return Kept(self, tensor, self._outer)
-        return tensor if type(tensor) not in TENSORS else tensor.detach(), tensor._version
+        is_parameter = isinstance(tensor, torch.nn.Parameter)  # also one that a prediction has: a FakeTensor by its type
+        return tensor if is_parameter else tensor.detach(), tensor._version
 
     def _move_at(self, tensor: torch.Tensor, position: int) -> Move:
         """Return what was learned for a position; only where something is to move it must be what was learned."""

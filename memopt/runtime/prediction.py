@@ -10,6 +10,7 @@ import torch
 
 class _Thread(threading.local):
     engine: Any = None
+    num_draws = 0
 
 
 _thread = _Thread()
@@ -35,6 +36,18 @@ def predicting(engine: Any) -> Iterator[None]:
         _thread.engine = before
 
 
-def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+def draws() -> int:
+    """Return how often the prediction of this thread drew random numbers: what stands for its generators' states."""
+    return _thread.num_draws
+
+
+def set_draws(num_draws: int) -> None:
+    """Set how often it did."""
+    _thread.num_draws = num_draws
+
+
+def alike(one: Any, other: Any) -> bool:
     """Tell whether two tensors hold the same values; in a prediction, which has none, they do."""
+    if isinstance(one, int):  # a number of draws
+        return bool(one == other)
     return predicts() or torch.equal(one, other)

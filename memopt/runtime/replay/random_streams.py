@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from memopt.runtime.prediction import alike, predicts
+from memopt.runtime.prediction import alike, draws, predicts, set_draws
 
 _BITS = 1
 """Where the numbers stand in what `numpy.random.get_state` returns."""
@@ -42,7 +42,7 @@ class RandomStream:
     @property
     def is_of_torch(self) -> bool:
         """Whether torch's operations draw from it."""
-        return isinstance(self._state, torch.Tensor)
+        return isinstance(self._state, torch.Tensor | int)
 
     def now(self) -> Any:
         """Return its state as it is now."""
@@ -108,8 +108,8 @@ class GlobalStream(RandomStream):
 
 def global_streams() -> tuple[Any, ...]:
     """Return how far the global generators of torch, Python and numpy have come: to compare, not to set."""
-    if predicts():  # nothing is drawn
-        return ()
+    if predicts():
+        return (draws(),)
     return _PYTHON.now()[1], _numpy_memory() if "numpy" in sys.modules else None, *_torch_streams()
 
 
@@ -124,6 +124,8 @@ def _torch_streams() -> tuple[Any, ...]:
 
 def random_streams(devices: set[torch.device], generators: Iterable[Any]) -> list[RandomStream]:
     """Return the global generators of torch, Python and numpy, those of some devices, and the given ones."""
+    if predicts():
+        return [RandomStream(_DRAWS), RandomStream(_DRAWS)]  # the CPU's and the device's
     accesses = [_TORCH]
     accesses += [_of_device(device) for device in devices if device.type not in ("cpu", "meta")]
     accesses += [access for generator in generators if (access := _access_of(generator)) is not None]
@@ -236,6 +238,8 @@ def _can_read() -> bool:
 
 _PYTHON_BYTES = _random.Random.__basicsize__ - object.__basicsize__
 _CAN_READ = _can_read()
+_DRAWS = Access(draws, set_draws)
+"""In a prediction, of all generators."""
 _TORCH = Access(torch.default_generator.get_state, torch.default_generator.set_state)
 _PYTHON = _Global(Access(random.getstate, random.setstate), _python_memory)
 _NUMPY = _Global(Access(_numpy_state, _set_numpy_state), _numpy_memory)

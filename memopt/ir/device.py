@@ -1,0 +1,99 @@
+"""How fast a device computes and copies, measured or from its data sheet."""
+
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from memopt.errors import IllegalValueError, UnreadableFileError
+from memopt.units import GIB, MIB
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProfile:
+    """What a prediction needs to know of a device and its host."""
+
+    name: str
+    memory_bytes: int
+    half_flops: float
+    """Of matrix products in bfloat16 and float16, a second."""
+    single_flops: float
+    """In float32."""
+    bytes_per_second: float
+    """Of its own memory."""
+    copy_out_bytes_per_second: float
+    copy_in_bytes_per_second: float
+    library_bytes: int
+    """What torch gives to cuBLAS to work in, for forward's thread and backward's."""
+    launch_us: float
+    """Of the host's time, an operator of a training step takes: below it, the device waits for the host."""
+    is_measured: bool
+    """False where it stands in data sheets."""
+
+    def compute_us(self, flops: int, num_bytes: int, *, is_half: bool) -> float:
+        """Return how long an operator takes: to compute, or to move its operands, whichever is longer (roofline)."""
+        return 1e6 * max(flops / (self.half_flops if is_half else self.single_flops), num_bytes / self.bytes_per_second)
+
+    def without_libraries(self) -> "DeviceProfile":
+        """Return the profile for a run that takes no memory for CUDA's libraries."""
+        return replace(self, library_bytes=0)
+
+
+_TERA, _GIGA = 1e12, 1e9
+_HOPPER_LIBRARIES, _OTHER_LIBRARIES = 65 * MIB, 17 * MIB
+"""Two cuBLAS workspaces of 32 MiB (torch's default since compute capability 9), of 8 MiB before; and small ones."""
+
+DEVICES = {
+    profile.name: profile
+    for profile in (
+        DeviceProfile(
+            name="h200", memory_bytes=139 * GIB, half_flops=640 * _TERA, single_flops=48 * _TERA,
+            bytes_per_second=3800 * _GIGA, copy_out_bytes_per_second=55.2 * _GIGA, copy_in_bytes_per_second=55.4 * _GIGA,
+            library_bytes=_HOPPER_LIBRARIES, launch_us=15, is_measured=True,
+        ),
+        DeviceProfile(
+            name="h100", memory_bytes=79 * GIB, half_flops=640 * _TERA, single_flops=48 * _TERA,
+            bytes_per_second=2700 * _GIGA, copy_out_bytes_per_second=55 * _GIGA, copy_in_bytes_per_second=55 * _GIGA,
+            library_bytes=_HOPPER_LIBRARIES, launch_us=15, is_measured=False,
+        ),
+        DeviceProfile(
+            name="a100", memory_bytes=79 * GIB, half_flops=230 * _TERA, single_flops=18 * _TERA,
+            bytes_per_second=1600 * _GIGA, copy_out_bytes_per_second=25 * _GIGA, copy_in_bytes_per_second=25 * _GIGA,
+            library_bytes=_OTHER_LIBRARIES, launch_us=15, is_measured=False,
+        ),
+        DeviceProfile(
+            name="rtx4090", memory_bytes=23 * GIB, half_flops=150 * _TERA, single_flops=70 * _TERA,
+            bytes_per_second=900 * _GIGA, copy_out_bytes_per_second=25 * _GIGA, copy_in_bytes_per_second=25 * _GIGA,
+            library_bytes=_OTHER_LIBRARIES, launch_us=15, is_measured=False,
+        ),
+    )
+}  # fmt: skip
+"""Data sheets (NVIDIA H200, H100 SXM, A100 SXM 80 GB, RTX 4090) at the shares that large kernels reach."""
+
+
+def find_device(text: str) -> DeviceProfile:
+    """Return a built-in profile by its name, or one that memopt-apply --profile-out wrote; raises MemoptError."""
+    if text.lower() in DEVICES:
+        return DEVICES[text.lower()]
+    path = Path(text)
+    if path.suffix != ".json" and not path.is_file():
+        raise IllegalValueError("device_profile", text, f"{', '.join(DEVICES)}, or a file of memopt-apply --profile-out")
+    try:
+        return _profile_of(json.loads(path.read_text(encoding="utf-8")))
+    except OSError as error:
+        raise UnreadableFileError("device profile", path, error.strerror or str(error)) from None
+    except (ValueError, TypeError) as error:
+        raise UnreadableFileError("device profile", path, f"{error}; memopt-apply --profile-out writes one") from None
+
+
+def _profile_of(values: Any) -> DeviceProfile:
+    if not isinstance(values, dict):
+        raise ValueError("it is not a JSON object {...}")
+    if missing := [field.name for field in fields(DeviceProfile) if field.name not in values]:
+        raise ValueError(f"it lacks {', '.join(missing)}")
+    return DeviceProfile(**values)
+
+
+def save_device(profile: DeviceProfile, path: Path) -> None:
+    """Write a profile as JSON."""
+    path.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
