@@ -5,7 +5,7 @@ without a weight, is therefore computed a second time for real, as long as it is
 to be balanced (`choices`). A question put to anything else is an error, unless a healthy run has but one answer to it.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,10 +31,18 @@ _ASSUMED = "_memopt_assumed"
 _QUESTIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("__bool__", "__float__", "__index__", "__int__", "item", "tolist")
 )
+_LOOKS = frozenset(
+    {
+        *(getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "requires_grad", "shape")),
+        *(getattr(torch.Tensor, name) for name in ("dim", "element_size", "is_floating_point", "numel", "size", "stride")),
+    }
+)
+"""What a tensor tells of itself without a value. Many are asked for, and each would take its time."""
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _SHAPED_AS = frozenset({"expand_as", "reshape_as", "view_as"})
 """Functions that ask their second operand for its shape alone."""
+_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size})
 _RANDOM_OR_UNSET = frozenset(
     {
         "bernoulli", "bernoulli_", "dropout", "empty", "empty_like", "empty_strided", "exponential_", "multinomial",
@@ -81,6 +89,8 @@ class InputValues(TorchFunctionMode):
             return iter(self.__torch_function__(torch.unbind, types, args, kwargs))
         if func in _QUESTIONS:
             return self._answer(func, args, kwargs)
+        if func in _LOOKS:
+            return func(*args, **kwargs)
         if func in _INDEXING:
             args = self._with_numbers(args)
         return self._run(func, args, kwargs)
@@ -202,6 +212,8 @@ def _typical(func: Callable[..., Any], out: Any, values: Any) -> Any:
 
 def _leaves(values: Any) -> list[torch.Tensor | None]:
     """Return values one by one, with None where one is not known."""
+    if values is None:
+        return []
     return [leaf for leaf in tree_leaves(values) if leaf is None or isinstance(leaf, torch.Tensor)]
 
 
@@ -236,5 +248,20 @@ def _forget(tensor: torch.Tensor) -> None:
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
-    leaves: Iterable[Any] = tree_iter(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    found: list[torch.Tensor] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(tree: Any, found: list[torch.Tensor]) -> None:
+    """Add the tensors of a tree; the plain ones are gone through here, which takes a tenth of the time of pytree's way."""
+    if isinstance(tree, torch.Tensor):
+        found.append(tree)
+    elif type(tree) in (tuple, list):
+        for branch in tree:
+            _collect(branch, found)
+    elif type(tree) is dict:
+        for branch in tree.values():
+            _collect(branch, found)
+    elif type(tree) not in _ATOMS:
+        found += [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]

@@ -32,13 +32,16 @@ class CountingMode(TraceMode):
         """Answer an operator and count what it makes; what it is made of itself is not there on a device."""
         if self._is_inside:
             return super().dispatch(func, types, args, kwargs)
+        with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # or function modes would see each look at a shape
+            return self._counted(func, types, args, kwargs)
+
+    def _counted(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if _draws(func, args, kwargs):
             set_draws(draws() + 1)
         flops, cached = self.flops, self.cache_enabled
         self.cache_enabled = cached and func not in _KEEPS_STORAGES
         try:
-            with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # or modes would see each look at a shape
-                out = super().dispatch(func, types, args, kwargs)
+            out = super().dispatch(func, types, args, kwargs)
         finally:
             self.cache_enabled = cached
         made = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]
