@@ -9,6 +9,7 @@ _HOMES = {
     "analyze": "memopt.analyze",
     "passes": "memopt.passes",
     "plan": "memopt.api:plan",
+    "predict": "memopt.predict",
     "apply": "memopt.api:apply",
     "undo": "memopt.api:undo",
     "regions": "memopt.ir.region_search:regions",

@@ -35,7 +35,13 @@ class FakeRun:
     def on_fakes(self) -> Iterator[None]:
         """Let tensors be fake, and answer as the target device's kernels do."""
         with ExitStack() as stack:
-            for context in (silent_torch(), like_a_real_run(), self.mode, self.values, TargetKernels(self.target_device)):
+            for context in (
+                silent_torch(),
+                like_a_real_run(),
+                self.mode,
+                self.values,
+                TargetKernels(self.target_device),
+            ):
                 stack.enter_context(context)
             yield
 

@@ -127,7 +127,9 @@ def _trace_input(run: FakeRun) -> TraceInput:
 def _notes(run: FakeRun, seen: Observation) -> tuple[str, ...]:
     notes = []
     if run.autocast != "none" and run.target_device != device_type(run.twin):
-        notes.append(f"autocast was traced with the CPU's list of ops; on {run.target_device} a few more run in float32")
+        notes.append(
+            f"autocast was traced with the CPU's list of ops; on {run.target_device} a few more run in float32"
+        )
     if seen.num_without_storage:
         saves = count_noun(seen.num_without_storage, "saved tensor")
         notes.append(

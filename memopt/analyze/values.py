@@ -33,8 +33,14 @@ _QUESTIONS = frozenset(
 )
 _LOOKS = frozenset(
     {
-        *(getattr(torch.Tensor, name).__get__ for name in ("device", "dtype", "layout", "ndim", "requires_grad", "shape")),
-        *(getattr(torch.Tensor, name) for name in ("dim", "element_size", "is_floating_point", "numel", "size", "stride")),
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in ("device", "dtype", "layout", "ndim", "requires_grad", "shape")
+        ),
+        *(
+            getattr(torch.Tensor, name)
+            for name in ("dim", "element_size", "is_floating_point", "numel", "size", "stride")
+        ),
     }
 )
 """What a tensor tells of itself without a value. Many are asked for, and each would take its time."""

@@ -77,7 +77,9 @@ def find_device(text: str) -> DeviceProfile:
         return DEVICES[text.lower()]
     path = Path(text)
     if path.suffix != ".json" and not path.is_file():
-        raise IllegalValueError("device_profile", text, f"{', '.join(DEVICES)}, or a file of memopt-apply --profile-out")
+        raise IllegalValueError(
+            "device_profile", text, f"{', '.join(DEVICES)}, or a file of memopt-apply --profile-out"
+        )
     try:
         return _profile_of(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
-
 from memopt.analyze.fake_run import DTYPES, FakeRun, fake_run
 from memopt.analyze.streams import random_streams_kept
 from memopt.errors import IllegalValueError, MemoptError, PredictionError

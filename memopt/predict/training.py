@@ -10,7 +10,7 @@ from torch import nn
 from memopt.ir import OPTIMIZERS, Use
 from memopt.predict.mode import CountingMode
 
-_CLASSES: dict[str, tuple[type[torch.optim.Optimizer], dict[str, bool]]] = {
+_CLASSES: dict[str, tuple[Any, dict[str, Any]]] = {
     "adamw": (torch.optim.AdamW, {"foreach": True}),
     "adamw-fused": (torch.optim.AdamW, {"fused": True}),
     "sgd": (torch.optim.SGD, {"foreach": True}),
@@ -28,7 +28,9 @@ class Training:
         self._in_backward = in_backward
         groups = [[p] for p in self._parameters] if in_backward else [self._parameters]
         self._optimizers = [_make(optimizer, group) for group in groups if group] if optimizer != "none" else []
-        self._of = dict(zip(self._parameters, self._optimizers, strict=True)) if in_backward and self._optimizers else {}
+        self._of = (
+            dict(zip(self._parameters, self._optimizers, strict=True)) if in_backward and self._optimizers else {}
+        )
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
 
@@ -79,4 +81,5 @@ class Training:
 
 def _make(name: str, parameters: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
     made, options = _CLASSES[name]
-    return made(parameters, lr=1e-3, **options)  # type: ignore[call-arg]
+    optimizer: torch.optim.Optimizer = made(parameters, lr=1e-3, **options)
+    return optimizer

@@ -113,7 +113,9 @@ class PartsGroup(Group):
         """Return what holds a tensor that stays: most of a layer's saves do, and have nothing but a version to check."""
         if self._outer is not None or type(tensor) not in PLAIN:
             return Kept(self, tensor, self._outer)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)  # also one that a prediction has: a FakeTensor by its type
+        is_parameter = isinstance(
+            tensor, torch.nn.Parameter
+        )  # also one that a prediction has: a FakeTensor by its type
         return tensor if is_parameter else tensor.detach(), tensor._version
 
     def _move_at(self, tensor: torch.Tensor, position: int) -> Move:
