@@ -29,7 +29,9 @@ class Training:
         groups = [[p] for p in self._parameters] if in_backward else [self._parameters]
         self._optimizers = [_make(optimizer, group) for group in groups if group] if optimizer != "none" else []
         self._of = (
-            dict(zip(self._parameters, self._optimizers, strict=True)) if in_backward and self._optimizers else {}
+            dict[torch.Tensor, torch.optim.Optimizer](zip(self._parameters, self._optimizers, strict=True))
+            if in_backward and self._optimizers
+            else {}
         )
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._accumulated)
