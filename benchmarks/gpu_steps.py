@@ -12,10 +12,14 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 
-def build(preset, num_layers, device):
+def config_of(preset, num_layers):
     facts = json.loads((resources.files("memopt.presets") / f"{preset}.json").read_text())
     facts |= {"num_hidden_layers": num_layers} if num_layers else {}
-    config = AutoConfig.for_model(**facts)
+    return AutoConfig.for_model(**facts)
+
+
+def build(preset, num_layers, device):
+    config = config_of(preset, num_layers)
     torch.manual_seed(0)
     with torch.device(device):
         return AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa").train()

@@ -34,6 +34,10 @@ class DeviceProfile:
         """Return how long an operator takes: to compute, or to move its operands, whichever is longer (roofline)."""
         return 1e6 * max(flops / (self.half_flops if is_half else self.single_flops), num_bytes / self.bytes_per_second)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return the profile as plain values."""
+        return asdict(self)
+
     def without_libraries(self) -> "DeviceProfile":
         """Return the profile for a run that takes no memory for CUDA's libraries."""
         return replace(self, library_bytes=0)
@@ -98,4 +102,4 @@ def _profile_of(values: Any) -> DeviceProfile:
 
 def save_device(profile: DeviceProfile, path: Path) -> None:
     """Write a profile as JSON."""
-    path.write_text(json.dumps(asdict(profile), indent=2) + "\n", encoding="utf-8")
+    path.write_text(json.dumps(profile.as_dict(), indent=2) + "\n", encoding="utf-8")
