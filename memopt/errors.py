@@ -2,13 +2,23 @@
 
 import difflib
 from collections.abc import Iterable
-from typing import Literal
+from typing import Any, Literal
 
 
 class MemoptError(ValueError):
     """The base of all of memopt's errors; `exit_code` is what the commands end with."""
 
     exit_code = 1
+
+    def __reduce__(self) -> Any:
+        """Come through another process, which would make an exception of its one text by a constructor that wants more."""
+        return _again, (type(self), self.args, self.__dict__)
+
+
+def _again(kind: type[MemoptError], args: tuple[Any, ...], state: dict[str, Any]) -> MemoptError:
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(state)
+    return error
 
 
 class RequestError(MemoptError):

@@ -41,6 +41,13 @@ def _attention(
     return 2 * prod(query.shape[:-1]) * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
 
+def _attention_backward(
+    grad: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> int:
+    """Count the five products of backward for the two of forward: the scores once more, and four gradients."""
+    return prod(query.shape[:-1]) * key.shape[-2] * (6 * query.shape[-1] + 4 * value.shape[-1])
+
+
 _OWN: Mapping[str, Formula] = {
     "aten::_grouped_mm": _grouped_mm,
     "transformers::grouped_mm_fallback": _grouped_mm,
@@ -48,5 +55,9 @@ _OWN: Mapping[str, Formula] = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_efficient_attention": _attention,
     "aten::_scaled_dot_product_cudnn_attention": _attention,
+    "aten::_scaled_dot_product_flash_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
+    "aten::_scaled_dot_product_efficient_attention_backward": _attention_backward,
+    "aten::_scaled_dot_product_cudnn_attention_backward": _attention_backward,
 }
 """What torch lacks, and attention with fewer key heads than query heads, which older releases refuse."""

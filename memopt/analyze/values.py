@@ -106,7 +106,7 @@ class InputValues(TorchFunctionMode):
         values = self._values(func, args, kwargs)
         try:
             out = (
-                self._faked_all(values, kwargs)
+                self._faked_all(values, kwargs.get("device"))
                 if func is torch.tensor and values is not None
                 else func(*args, **kwargs)
             )
@@ -123,7 +123,8 @@ class InputValues(TorchFunctionMode):
     def _answered(self, func: Callable[..., Any], args: Any, kwargs: Any, values: Any) -> Any:
         """Return what a function gives that asks for data: by its values, in a healthy run, or with the numbers it wants."""
         if values is not None:
-            return self._faked_all(values, kwargs)
+            operand = next(iter(_tensors((args, kwargs))), None)
+            return self._faked_all(values, kwargs.get("device", operand.device if operand is not None else None))
         if (out := _healthy(func, args, kwargs)) is not None:
             return out
         numbered = tree_map_only(torch.Tensor, self._number, (args, kwargs))
@@ -132,13 +133,13 @@ class InputValues(TorchFunctionMode):
         )
         return func(*numbered[0], **numbered[1]) if is_other else None
 
-    def _faked_all(self, values: Any, kwargs: Any) -> Any:
-        """Return computed values as fake tensors whose storages are as large, as those of what was cut are."""
+    def _faked_all(self, values: Any, device: Any) -> Any:
+        """Return computed values as fake tensors on a device whose storages are as large, as those of what was cut are."""
 
         def faked(value: torch.Tensor) -> torch.Tensor:
             fake = self._mode.from_tensor(value)
             fake.untyped_storage().resize_(value.untyped_storage().nbytes())
-            return fake.to(kwargs.get("device"))
+            return fake.to(device)
 
         return tree_map_only(torch.Tensor, faked, values)
 

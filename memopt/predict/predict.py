@@ -22,7 +22,7 @@ def predict(
     model: Any,
     inputs: Any = None,
     *,
-    optimizer: str = "adamw",
+    optimizer: str = "adamw-fused",
     grad_in_backward: bool = False,
     dtype: str | None = None,
     device: DeviceProfile = DEVICES["h200"],
