@@ -65,6 +65,9 @@ def measured(model, batch, graph, config, device):
     """Return peak, copied bytes and times of some steps of a mode."""
     import memopt
 
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.empty_cache()  # blocks of another mode's sizes would be used whole for smaller tensors
     handle = memopt.apply(model, memopt.plan(graph, config)) if config else None
     for _ in range(3):
         train_step(model, batch)
@@ -72,6 +75,10 @@ def measured(model, batch, graph, config, device):
     steps = [timed(model, batch, device) for _ in range(STEPS)]
     copied = (handle.stats().copied_out_bytes - before) // STEPS if handle else 0
     row = {"peak_bytes": max(step.peak_bytes for step in steps), "copied_out_bytes": copied}
+    row["requested_peak_bytes"] = (
+        torch.cuda.memory_stats().get("requested_bytes.all.peak", 0) if device == "cuda" else 0
+    )
+    row["reserved_peak_bytes"] = torch.cuda.max_memory_reserved() if device == "cuda" else 0
     row["seconds"] = statistics.median(step.seconds for step in steps)
     row["forward_seconds"] = forward_seconds(model, batch)
     if handle:

@@ -65,14 +65,14 @@ class StepMemory:
     """The most bytes that are there for each Use, in its order, at any time."""
     num_operators: int
     compute_us: tuple[tuple[Phase, float], ...]
-    """How long the device computes in each phase, by its profile: no copies, no waiting for the host."""
+    """At least how long each phase takes by the device's profile, copies aside: to compute, or to launch what computes."""
 
     def most_for(self, use: Use) -> int:
         """Return the most bytes that are there for one use."""
         return self.most[tuple(Use).index(use)]
 
     def us_of(self, phase: Phase) -> float:
-        """Return how long the device computes in a phase."""
+        """Return how long a phase takes at least, copies aside."""
         return dict(self.compute_us).get(phase, 0.0)
 
 
@@ -88,6 +88,7 @@ class Memory:
     grad_in_backward: bool
     copied_out_bytes: int
     copied_in_bytes: int
+    """At the most: what backward needs before it has left stays."""
     host_pinned_bytes: int
     device: DeviceProfile
     device_memory_bytes: int | None = None

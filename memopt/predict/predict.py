@@ -84,9 +84,9 @@ def _planned(
     if not copied.copied_out_bytes:
         return (low,), (0, 0), 0
     timeline, engine = steps.step(ends_at_once=False)
-    now = handle.stats()
-    out, back = now.copied_out_bytes - copied.copied_out_bytes, now.copied_in_bytes - copied.copied_in_bytes
-    return (low, timeline.step(profile)), (out, back), engine.pool.held_bytes
+    out = handle.stats().copied_out_bytes - copied.copied_out_bytes
+    # What backward needs before it has left stays, and is not copied in: at the most, everything comes back.
+    return (low, timeline.step(profile)), (out, copied.copied_in_bytes), engine.pool.held_bytes
 
 
 def _replays(plan: Plan) -> bool:

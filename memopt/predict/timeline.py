@@ -93,7 +93,8 @@ class Timeline:
         ends = [first for first, _ in self._phases[1:]] + [len(self.totals)]
         for (first, phase), end in zip(self._phases, ends, strict=True):
             works = self._works[first:end]
-            yield phase, sum(device.compute_us(w.flops, w.num_bytes, is_half=w.is_half) for w in works)
+            computing = sum(device.compute_us(w.flops, w.num_bytes, is_half=w.is_half) for w in works)
+            yield phase, max(computing, device.launch_us * len(works))
 
 
 _NONE = Work(0, 0, False)
