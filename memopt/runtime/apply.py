@@ -10,7 +10,7 @@ from memopt.errors import PlanMismatchError, RewriteError
 from memopt.ir import RECIPE, Action, Plan
 from memopt.runtime.contract import check_rewritable, preserved
 from memopt.runtime.counters import Counters, Stats, summed
-from memopt.runtime.engine import engine_of
+from memopt.runtime.engine import engine_of, engines_in_use
 from memopt.runtime.module_state import state_of
 from memopt.runtime.planned import planned_regions
 from memopt.runtime.pool import PoolStats
@@ -86,9 +86,12 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
 
 def undo(model: nn.Module) -> None:
     """Take every rewriting out of a model, or out of a copy of one; what was saved before still comes back right."""
-    for module in model.modules():
-        if is_rewritten(module) or region_of(module) is not None:
-            restore_module(module)
+    rewritten = [module for module in model.modules() if is_rewritten(module) or region_of(module) is not None]
+    for module in rewritten:
+        restore_module(module)
+    if rewritten:  # no later forward will give back what the last copies hold
+        for engine in engines_in_use(_devices(model)):
+            engine.finish()
 
 
 def finish_copies(model: nn.Module) -> None:

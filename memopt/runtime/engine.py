@@ -67,6 +67,7 @@ class Engine:
     def load(self, slots: Iterable[Slot], counters: Counters) -> None:
         """Start copying back what is on the host; what has not left the device yet just stays there."""
         with self._lock:
+            self.collect()  # backward is when memory is short: what stayed, and was used, need not wait for a forward
             coming = []
             for slot in slots:
                 if slot.state is State.OFFLOADING:
@@ -104,9 +105,14 @@ class Engine:
                     self._give(left.host, event)
 
     def finish(self) -> None:
-        """Wait for every copy that is on its way out and collect."""
+        """Wait for every copy that is on its way out, and hold no memory of the device any more."""
         with self._lock:
             self._settle(0)
+            self.collect()
+            for left in self._pending:
+                if left.device is not None and left.event is not None:
+                    self.backend.release_after(left.event)
+            self._pending = deque(left._replace(device=None) for left in self._pending)
             self.collect()
 
     def _join(self, event: Event | None) -> bool:
@@ -185,6 +191,12 @@ class Engine:
 _ENGINES: dict[torch.device, Engine] = {}
 _ENGINES_LOCK = threading.Lock()
 os.register_at_fork(after_in_child=_ENGINES.clear)  # a child has the engines, but not their threads
+
+
+def engines_in_use(devices: Iterable[torch.device]) -> list[Engine]:
+    """Return the engines of those devices that have one."""
+    with _ENGINES_LOCK:
+        return [_ENGINES[device] for device in devices if device in _ENGINES]
 
 
 def engine_of(device: torch.device) -> Engine:
