@@ -1,5 +1,6 @@
 """memopt-apply: put a plan into effect on a training run, and prove that nothing but memory changes."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -7,11 +8,11 @@ from cyclopts import Parameter
 
 from memopt.cli import options
 from memopt.cli.app import make_app
-from memopt.cli.output import progress, show
+from memopt.cli.output import progress, show, writing
 from memopt.cli.request import Flags, InputRequest, PlanRequest
 from memopt.cli.run import run
 from memopt.cli.verdict import proof_report
-from memopt.errors import VerificationError
+from memopt.errors import RequestError, VerificationError
 
 app = make_app(
     "memopt-apply",
@@ -50,6 +51,13 @@ def apply(
     verify: Annotated[
         bool, Parameter(negative="--no-verify", help="Train without the plan too, and compare every gradient.")
     ] = True,
+    profile_out: Annotated[
+        Path | None,
+        Parameter(
+            help="Also measure the accelerator, how fast it computes and copies, and write that to this JSON file, for "
+            "memopt-analyze --device-profile."
+        ),
+    ] = None,
     format: Annotated[Literal["text", "json"], Parameter(help="How to write the report.")] = "text",
     output: options.Output = None,
     debug: options.Debug = False,
@@ -69,7 +77,11 @@ def apply(
         autocast=autocast,
         attn_implementation=attn_implementation,
     )
+    if profile_out and output and output.resolve() == profile_out.resolve():
+        raise RequestError(f"--output and --profile-out both name {str(output)!r}; give each its own file")
     with progress(f"Loading {model}") as say:
+        if profile_out:
+            write_profile(profile_out, device, say)
         from memopt.cli.preparing import prepare
         from memopt.cli.proof import prove
 
@@ -78,6 +90,20 @@ def apply(
     show(proof_report(proof, name=model, num_steps=steps), proof.values, format=format, output=output)
     if proof.faults:
         raise VerificationError(f"verification failed: {'; '.join(proof.faults)}")
+
+
+def write_profile(path: Path, device: str, say: Callable[[str], None]) -> None:
+    """Measure the accelerator that is asked for, before a model is on it; raises RequestError where there is none."""
+    from memopt.cli.building import pick_device
+    from memopt.ir import save_device
+    from memopt.predict.measure import measure_device
+
+    target = pick_device(device)
+    if target.type != "cuda":
+        raise RequestError(f"--profile-out measures a CUDA device, and the run is on {target.type}; leave it out")
+    say(f"Measuring {target}")
+    with writing("profile", path):
+        save_device(measure_device(target), path)
 
 
 def main() -> None:

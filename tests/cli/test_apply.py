@@ -179,3 +179,17 @@ def test_the_text_of_a_checkpoint_shows_replays_and_no_copies(command, idle):
     assert "checkpointed" in out
     assert "copied out" not in out
     assert "prove nothing" not in out
+
+
+def test_a_profile_is_of_an_accelerator(command, tmp_path):
+    code, out, err = command("memopt-apply", *TINY, "--swap", "attention", "--profile-out", tmp_path / "gpu.json")
+    assert (code, out) == (2, "")
+    assert err == "error: --profile-out measures a CUDA device, and the run is on cpu; leave it out\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_needs_a_file_of_its_own(command, tmp_path):
+    path = tmp_path / "both.json"
+    code, _, err = command("memopt-apply", *TINY, "--swap", "attention", "--profile-out", path, "--output", path)
+    assert code == 2
+    assert "--output and --profile-out both name" in err
