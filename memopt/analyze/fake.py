@@ -14,6 +14,9 @@ from memopt.analyze.cuda_sdpa import cuda_scaled_dot_product_attention
 from memopt.analyze.flops import flops_of
 from memopt.analyze.values import value_of
 
+DEVICE = torch.ops.prim.device.default
+"""What C++ asks a fake tensor for at every turn: more often than it runs an operator."""
+
 
 class TraceMode(FakeTensorMode):
     """FakeTensorMode with the kernels that it lacks, and a count of what the operators take."""
@@ -25,6 +28,8 @@ class TraceMode(FakeTensorMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer an operator and count it; what it is made of is not counted, and its answer may come from a cache."""
+        if func is DEVICE and not self.in_kernel_invocation:
+            return args[0].fake_device
         if self._is_inside:
             return self._answer(func, types, args, kwargs)
         self._is_inside = True
@@ -41,10 +46,14 @@ class TraceMode(FakeTensorMode):
             args = (args[0], [number for index in args[1] for number in self._as_numbers(index)])
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm_output(*args[:3])
-        out: Any = super().dispatch(func, types, args, kwargs)
+        out = self._ask(func, types, args, kwargs)
         if func is torch.ops.aten.native_layer_norm.default:
             return _with_wide_statistics(*out, weight=args[2])
         return out
+
+    def _ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Answer by the meta kernels."""
+        return super().dispatch(func, types, args, kwargs)
 
     def _as_numbers(self, index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         """Return the positions that a mask picks, if its values are known; any other index as it is."""

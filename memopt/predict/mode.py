@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from memopt.analyze.fake import TraceMode
+from memopt.analyze.fake import DEVICE, TraceMode
 from memopt.ir import Use
+from memopt.predict.answers import Answers
 from memopt.predict.live import LiveBytes
 from memopt.predict.places import Places
 from memopt.predict.timeline import Timeline
@@ -23,6 +24,7 @@ class CountingMode(TraceMode):
     def __init__(self) -> None:
         super().__init__()
         self.live = LiveBytes()
+        self._answers = Answers(self)
         self.use: Use | None = Use.PARAMETERS
         """What the storages that are made now are for; None for those that are not to be counted."""
         self._timeline: Timeline | None = None
@@ -30,7 +32,7 @@ class CountingMode(TraceMode):
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer an operator and count what it makes; what it is made of itself is not there on a device."""
-        if self._is_inside:
+        if self._is_inside or func is DEVICE:
             return super().dispatch(func, types, args, kwargs)
         with torch._C.DisableTorchFunction():  # type: ignore[attr-defined]  # or function modes would see each look at a shape
             return self._counted(func, types, args, kwargs)
@@ -53,6 +55,11 @@ class CountingMode(TraceMode):
             assert self._places is not None
             self._timeline.write(self._places.here(), func, args, made, self.flops - flops)
         return out
+
+    def _ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """Answer as before where nothing but looks decides it."""
+        ask = functools.partial(super()._ask, func, types, args, kwargs)
+        return self._answers.answer(func, args, kwargs or {}, ask)
 
     def begin_step(self, model: nn.Module) -> Timeline:
         """Count the operators of a step from 0, and write its timeline."""
