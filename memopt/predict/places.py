@@ -34,7 +34,8 @@ class Places:
             self._calls.pop()
         if self._calls:
             fqn = self._calls[-1][0]
-            self._made_in[sequence_number() - 1] = fqn  # autograd makes its node before it calls the kernel
+            # Autograd makes its node before it calls the kernel; what runs later without a node is not that one's.
+            self._made_in.setdefault(sequence_number() - 1, fqn)
             return fqn, ""
         return ("", "") if node is None else (self._made_in.get(number or 0, ""), node.name())
 

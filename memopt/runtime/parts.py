@@ -113,9 +113,7 @@ class PartsGroup(Group):
         """Return what holds a tensor that stays: most of a layer's saves do, and have nothing but a version to check."""
         if self._outer is not None or type(tensor) not in PLAIN:
             return Kept(self, tensor, self._outer)
-        is_parameter = isinstance(
-            tensor, torch.nn.Parameter
-        )  # also one that a prediction has: a FakeTensor by its type
+        is_parameter = isinstance(tensor, torch.nn.Parameter)  # of a prediction too, which has it as a FakeTensor
         return tensor if is_parameter else tensor.detach(), tensor._version
 
     def _move_at(self, tensor: torch.Tensor, position: int) -> Move:
@@ -201,10 +199,14 @@ class PartsGroup(Group):
         return [self._region.part_of(name) for name in regions_in(saves, self._region.claimed)]
 
     def _storages(self) -> Iterable[list[int]]:
-        """Return the positions of the saves of each storage, recipes left out."""
+        """Return the positions of the saves of each storage, recipes left out.
+
+        And those whose graph was dropped again, as a router's is that only chooses: their storages are gone, and what
+        identified them may identify others now.
+        """
         storages: dict[int, list[int]] = {}
         for position, note in enumerate(self._notes):
-            if not note.is_recipe:
+            if not note.is_recipe and note.handle() is not None:
                 storages.setdefault(note.storage, []).append(position)
         return storages.values()
 

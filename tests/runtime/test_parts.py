@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import memopt
 from memopt.ir import account
@@ -127,3 +128,21 @@ def test_what_a_module_is_called_with_that_runs_again_as_a_whole_moves_too(name,
         assert freed == account(handle.plan).net_freed_bytes
         assert_exact(plain, model, inputs)
         assert_as_planned(handle, model, inputs)
+
+
+def test_a_graph_that_is_dropped_again_takes_no_part_along(monkeypatch):
+    """What it saved is freed in the middle of the forward, and its storage's identity goes to the next that is made."""
+    plain, inputs = zoo.ZOO["llama"](), zoo.batch("llama", use_cache=False)
+    attention = ALL_ATTENTION_FUNCTIONS["sdpa"]
+
+    def choosing_attention(module, query, key, value, *args, **kwargs):
+        chosen = [(query * key.exp().mean()).exp().detach().argmax() for _ in range(8)]
+        freed = [(query * 2.0).exp() for _ in range(8)]
+        del chosen, freed
+        return attention(module, query, key, value, *args, **kwargs)
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", choosing_attention)
+    model, handle = rewritten(plain, offload("core_attn", "attn_proj"), inputs)
+    for _ in range(3):
+        assert_as_planned(handle, model, inputs)
+    assert_exact(plain, model, inputs)
