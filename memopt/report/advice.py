@@ -32,7 +32,7 @@ def fixed_sentence(plan: Plan, memory: Memory) -> str:
     short = f" They alone are short by {format_bytes(alone)}." if alone else ""
     return (
         f"Parameters, gradients and optimizer state take {format_bytes(fixed)} when all of them are there: no plan of "
-        f"activations brings the peak of {format_bytes(peak)} below that.{short} What helps: "
+        f"activations brings the peak of {format_bytes(peak)} below that.{short} What lowers that: "
         f"{'; '.join(_fixed_remedies(memory))}."
     )
 
@@ -61,7 +61,8 @@ def loss_sentence(plan: Plan, memory: Memory) -> str:
         following = max(others, key=lambda moment: moment.total_bytes)
         above = (
             f", {format_bytes(peak.total_bytes - following.total_bytes)} above all that has nothing to do with them: that "
-            f"reaches {format_bytes(following.total_bytes)}, in {place_text(following)}"
+            f"reaches {format_bytes(following.total_bytes)}{_fitting(memory, following.total_bytes)}, in "
+            f"{place_text(following)}"
         )
     return (
         f"The logits make the peak{above}. No plan of activations frees them. What helps: a chunked or fused linear cross "
@@ -97,7 +98,7 @@ def unreached_sentence(plan: Plan, memory: Memory) -> str:
     falls = f"falls by {format_bytes(fall)} only" if fall > 0 else "does not fall"
     return (
         f"The plan frees {format_bytes(freed)} between forward and backward, but the peak {falls}: with the plan it stands "
-        f"in {place_text(memory.step.peak)}, where that is not what takes the memory."
+        f"in {place_text(memory.step.peak)}, where what it frees would be gone anyway, or is back already."
     )
 
 
@@ -156,10 +157,10 @@ def room_sentence(plan: Plan, memory: Memory) -> str:
 
 _PARTS: tuple[Callable[[Plan, Memory], str], ...] = (
     room_sentence,
-    fixed_sentence,
-    few_activations_sentence,
     loss_sentence,
     optimizer_sentence,
+    fixed_sentence,
+    few_activations_sentence,
     unreached_sentence,
     inflight_sentence,
     window_sentence,
@@ -170,6 +171,11 @@ _PARTS: tuple[Callable[[Plan, Memory], str], ...] = (
 def _fixed_bytes(memory: Memory) -> int:
     """Return what is there at once beside activations, with any plan of them."""
     return sum(memory.step.most_for(use) for use in (Use.PARAMETERS, Use.GRADIENTS, Use.OPTIMIZER))
+
+
+def _fitting(memory: Memory, peak_bytes: int) -> str:
+    """Return that another peak would fit, where the one of the step does not."""
+    return " (which fits)" if memory.fits is False and not memory.short_bytes(peak_bytes) else ""
 
 
 def _fixed_remedies(memory: Memory) -> Iterator[str]:

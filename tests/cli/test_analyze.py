@@ -8,7 +8,7 @@ import pytest
 
 from memopt.ir import load_plan
 
-TINY = ("tiny-qwen3-moe", "--num-layers", "2", "--swap", "attention")
+TINY = ("tiny-qwen3-moe", "--num-layers", "2", "--swap", "attention", "--no-predict")
 
 KEYS = {
     "": ["schema_version", "model", "input", "targets", "swap", "prefetch_chain", "saved", "notes"],
@@ -32,7 +32,7 @@ TENSOR_KEYS = ["role", "op", "shape", "dtype", "storage_bytes", "action", "reaso
 
 
 def as_json(command, *arguments):
-    code, out, err = command("memopt-analyze", *arguments, "--format", "json")
+    code, out, err = command("memopt-analyze", *arguments, "--no-predict", "--format", "json")
     assert (code, err) == (0, "")
     return json.loads(out)
 
@@ -69,10 +69,10 @@ def test_every_preset_can_be_planned(command, name):
 
 
 def test_without_swap_it_says_what_is_saved(command):
-    code, out, err = command("memopt-analyze", *TINY[:3], "--swap", "none")
+    code, out, err = command("memopt-analyze", *TINY[:3], "--swap", "none", "--no-predict")
     assert (code, err) == (0, "")
     assert out.startswith("Nothing is changed: ")
-    assert command("memopt-analyze", *TINY[:3], "--checkpoint", "off") == (0, out, "")
+    assert command("memopt-analyze", *TINY[:3], "--checkpoint", "off", "--no-predict") == (0, out, "")
     summary = as_json(command, *TINY[:3])
     assert (summary["targets"], summary["prefetch_chain"]) == ([], [])
     assert summary["saved"]["activation_bytes"] > 0
@@ -154,7 +154,7 @@ def test_selective_checkpointing_keeps_expensive_results(command):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_the_text_of_a_checkpoint_begins_with_what_it_frees(command, mode):
-    code, out, err = command("memopt-analyze", *TINY[:3], "--checkpoint", mode)
+    code, out, err = command("memopt-analyze", *TINY[:3], "--checkpoint", mode, "--no-predict")
     assert (code, err) == (0, "")
     assert out.startswith(f"{mode.capitalize()} checkpointing frees ")
     assert "model.layers.0-1 (x2)  Qwen3MoeDecoderLayer\n  recompute by the " in out

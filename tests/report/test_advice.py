@@ -63,7 +63,7 @@ def test_parameters_gradients_and_state_are_most():
 
 def test_what_is_off_already_is_no_remedy():
     text = fixed_sentence(NO_PLAN, memory_of(usual_step(activations=2, state=0), grad_in_backward=True))
-    assert text.endswith("What helps: LoRA; sharding over several devices (FSDP).")
+    assert text.endswith("What lowers that: LoRA; sharding over several devices (FSDP).")
 
 
 def test_they_do_not_fit_alone():
@@ -93,6 +93,12 @@ def test_the_logits_make_the_peak():
     )
     assert "56.50 GiB, in backward of model.layers.1.mlp (MmBackward0)." in text
     assert "use_liger_kernel=True" in text
+
+
+@pytest.mark.parametrize(("device_gib", "fits"), [(56, False), (57, True), (62, True), (63, False)])
+def test_whether_it_fits_without_the_logits_where_it_does_not_with_them(device_gib, fits):
+    text = loss_sentence(NO_PLAN, memory_of(usual_step(), device_gib=device_gib))
+    assert ("that reaches 56.50 GiB (which fits), in backward" in text) == fits
 
 
 def test_the_logits_make_the_peak_of_a_model_that_has_no_modules():
