@@ -185,7 +185,7 @@ def _fixed_remedies(memory: Memory) -> Iterator[str]:
         yield f"updating each parameter in backward (--grad-in-backward drops {format_bytes(gradients)} of gradients)"
     if state:
         yield f"an 8-bit optimizer (its state takes {format_bytes(state)} now)"
-    if gradients:
+    if gradients > memory.step.most_for(Use.PARAMETERS) / 2 or memory.grad_in_backward:
         yield "LoRA"
     yield "sharding over several devices (FSDP)"
 

@@ -19,7 +19,7 @@ def memory_table(memory: Memory) -> Table:
     """Return the bytes for each use at the peak, without the plan and with it; the most ever where that is more."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("at the peak", no_wrap=True)
-    for name in ("without the plan", "with the plan") if memory.planned else ("a step",):
+    for name in ("without the plan", "with the plan") if memory.planned else ("without a plan",):
         table.add_column(name, justify="right", no_wrap=True)
     most = tuple(_most_texts(memory.step))
     if any(most):

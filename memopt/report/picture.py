@@ -55,10 +55,10 @@ def timeline_figure(memory: Memory, *, title: str) -> Any:
         baseline = _total(memory.baseline, unit, name="without the plan") | _beside(memory)
         figure.add_scatter(**baseline, line={"width": 1.5, "color": WITHOUT_PLAN, "dash": "dot"})
     if memory.device_memory_bytes is not None:
-        _draw_limit(figure, memory.device_memory_bytes / unit, format_bytes(memory.device_memory_bytes))
+        _draw_limit(figure, memory.device_memory_bytes, unit, is_above=memory.device_memory_bytes > _top(memory))
     _mark_phases(figure, step)
     _mark_peak(figure, memory, unit)
-    _lay_out(figure, title=title, unit_name=unit_name, top=1.18 * _top(memory) / unit)
+    _lay_out(figure, title=title, unit_name=unit_name, size=(step.num_operators, 1.18 * _top(memory) / unit))
     return figure
 
 
@@ -140,11 +140,18 @@ def _mark_peak(figure: Any, memory: Memory, unit: int) -> None:
     )
 
 
-def _draw_limit(figure: Any, height: float, text: str) -> None:
+def _draw_limit(figure: Any, limit: int, unit: int, *, is_above: bool) -> None:
+    """Draw how much memory there is; a limit far above all lines would press them flat, and is told in words."""
+    text, font = f"device memory, {format_bytes(limit)}", {"color": LIMIT}
+    if is_above:
+        figure.add_annotation(
+            x=0.005, y=1, xref="paper", yref="paper", text=f"{text}, lies far above", font=font, showarrow=False
+        )
+        return
     figure.add_hline(
-        y=height,
+        y=limit / unit,
         line={"width": 2, "color": LIMIT},
-        annotation={"text": f"device memory, {text}", "font": {"color": LIMIT}},
+        annotation={"text": text, "font": font},
         annotation_position="top left",
     )
 
@@ -156,7 +163,8 @@ def _top(memory: Memory) -> float:
     return limit if highest < limit < 2.5 * highest else highest
 
 
-def _lay_out(figure: Any, *, title: str, unit_name: str, top: float) -> None:
+def _lay_out(figure: Any, *, title: str, unit_name: str, size: tuple[float, float]) -> None:
+    width, top = size
     figure.update_layout(
         template="plotly_white",
         title={"text": title, "x": 0.01, "xanchor": "left"},
@@ -166,6 +174,6 @@ def _lay_out(figure: Any, *, title: str, unit_name: str, top: float) -> None:
         hovermode="x",
         hoverlabel={"bgcolor": "white", "font": {"color": WITHOUT_PLAN}, "align": "left"},
         legend={"traceorder": "reversed"},
-        xaxis={"title": "operator of the step", "gridcolor": _GRID, "tickformat": ",d"},
+        xaxis={"title": "operator of the step", "range": [0, 1.01 * width], "gridcolor": _GRID, "tickformat": ",d"},
         yaxis={"title": unit_name, "range": [0, top], "gridcolor": _GRID, "rangemode": "tozero"},
     )

@@ -66,6 +66,11 @@ def test_what_is_off_already_is_no_remedy():
     assert text.endswith("What lowers that: LoRA; sharding over several devices (FSDP).")
 
 
+def test_who_trains_little_is_told_nothing_of_lora():
+    memory = memory_of(step_of(moment_of(0, parameters=20, gradients=1)))
+    assert "LoRA" not in fixed_sentence(NO_PLAN, memory)
+
+
 def test_they_do_not_fit_alone():
     memory = memory_of(usual_step(), device_gib=18)
     assert "They alone are short by 2.00 GiB." in fixed_sentence(NO_PLAN, memory)

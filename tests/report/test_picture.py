@@ -70,6 +70,12 @@ def test_everything_lies_within_the_axis():
         assert not (device_gib == 80 and peak.ay < 80)
 
 
+def test_a_limit_far_above_is_told_and_not_drawn():
+    memory = memory_of(usual_step(), device_gib=400)
+    assert texts(memory)[0] == "device memory, 400.00 GiB, lies far above"
+    assert figure(memory).layout.yaxis.range[1] < 100
+
+
 def test_the_page_is_one_file():
     memory = memory_of(usual_step())
     picture = timeline_html(memory, title="a step")
