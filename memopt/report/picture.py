@@ -145,7 +145,14 @@ def _draw_limit(figure: Any, limit: int, unit: int, *, is_above: bool) -> None:
     text, font = f"device memory, {format_bytes(limit)}", {"color": LIMIT}
     if is_above:
         figure.add_annotation(
-            x=0.005, y=1, xref="paper", yref="paper", text=f"{text}, lies far above", font=font, showarrow=False
+            x=0.005,
+            y=1,
+            xref="paper",
+            yref="paper",
+            text=f"{text}, lies far above",
+            font=font,
+            showarrow=False,
+            yshift=-6,
         )
         return
     figure.add_hline(

@@ -8,7 +8,7 @@ import pytest
 
 from memopt.ir import load_plan
 
-TINY = ("tiny-qwen3-moe", "--num-layers", "2", "--swap", "attention", "--no-predict")
+TINY = ("tiny-qwen3-moe", "--num-layers", "2", "--swap", "attention")
 
 KEYS = {
     "": ["schema_version", "model", "input", "targets", "swap", "prefetch_chain", "saved", "notes"],
@@ -196,7 +196,9 @@ def test_a_partly_frozen_model_goes_by_parts_and_says_which_layers_save_nothing(
     ("format", "start"), [("text", "Attention swap frees"), ("svg", "<svg"), ("html", "<!DOCTYPE")]
 )
 def test_every_format_to_a_file(command, tmp_path, format, start):
-    code, out, err = command("memopt-analyze", *TINY, "--format", format, "--output", tmp_path / "report")
+    code, out, err = command(
+        "memopt-analyze", *TINY, "--no-predict", "--format", format, "--output", tmp_path / "report"
+    )
     assert (code, out, err) == (0, "", "")
     assert (tmp_path / "report").read_text().startswith(start)
 
@@ -250,7 +252,7 @@ def test_version(command):
 
 
 def test_a_closed_pipe_is_quiet():
-    script = f"import sys; from memopt.cli.analyze import main; sys.argv[1:] = {list(TINY)}; main()"
+    script = f"import sys; from memopt.cli.analyze import main; sys.argv[1:] = {[*TINY, '--no-predict']}; main()"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.wait(timeout=60) == 141
