@@ -35,7 +35,7 @@ lint: venv  ## Check style, format, types and import contracts
 	$(BIN)/lint-imports
 
 golden: venv  ## Accept the reports as they are now as the golden files
-	$(BIN)/python -m pytest tests/report --snapshot-update
+	$(BIN)/python -m pytest tests/report tests/cli/test_predict.py --snapshot-update
 
 benchmark: venv  ## Time the plan of Qwen3-30B-A3B and measure its memory
 	$(BIN)/python benchmarks/analyze.py

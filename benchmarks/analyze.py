@@ -5,7 +5,18 @@ import subprocess
 import sys
 import time
 
-COMMAND = ["qwen3-30b-a3b", "--swap", "attention", "--seq-length", "1024", "--dtype", "bfloat16", "--format", "json"]
+COMMAND = [
+    "qwen3-30b-a3b",
+    "--swap",
+    "attention",
+    "--seq-length",
+    "1024",
+    "--dtype",
+    "bfloat16",
+    "--no-predict",
+    "--format",
+    "json",
+]
 NUM_RUNS = 3
 
 

@@ -79,6 +79,13 @@ class UnwritableFileError(RequestError):
         super().__init__(f"{kind} {str(path)!r} cannot be written: {why}")
 
 
+class MissingPackageError(RequestError):
+    """A package that only some reports need, and that is not installed."""
+
+    def __init__(self, what: str, package: str, remedy: str) -> None:
+        super().__init__(f"{what} needs {package}, which is not installed: pip install {package!r}, or {remedy}")
+
+
 class IncompatibleError(RequestError):
     """Two settings that exclude each other; the sentences begin as those of the RFC."""
 

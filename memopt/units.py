@@ -1,8 +1,28 @@
-"""Sizes as people read them."""
+"""Sizes as people read and write them."""
+
+import re
 
 KIB = 1 << 10
 MIB = 1 << 20
 GIB = 1 << 30
+_SUFFIXES = {
+    "": 1,
+    "b": 1,
+    **{name: 1 << 10 * n for n, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
+    **{name: 1000**n for n, name in enumerate(("kb", "mb", "gb", "tb"), 1)},
+}
+SIZES = "a size from 1 byte, such as 80GiB, 24GB, 80e9 or 85899345920"
+
+
+def parse_bytes(text: str) -> int:
+    """Return a size that a person wrote: a number, then nothing for bytes, GiB and the like by 1024, GB by 1000.
+
+    Raises ValueError.
+    """
+    found = re.fullmatch(r"\s*(\d+(?:\.\d*)?(?:e\+?\d{1,2})?)\s*([a-z]*)\s*", text.lower())
+    if not found or found[2] not in _SUFFIXES or float(found[1]) * _SUFFIXES[found[2]] < 1:
+        raise ValueError(f"{text!r} is not {SIZES}")
+    return round(float(found[1]) * _SUFFIXES[found[2]])
 
 
 def format_bytes(num_bytes: int) -> str:

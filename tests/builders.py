@@ -4,23 +4,30 @@ import math
 from dataclasses import dataclass, field, replace
 
 from memopt.ir import (
+    DEVICES,
     Family,
     FunctionCall,
     Kind,
     KvSharing,
+    Memory,
     ModelFacts,
     ModuleCall,
     ModuleGraph,
     ModuleNode,
+    Moment,
     PartCall,
+    Phase,
     Plan,
     SavedTensor,
+    StepMemory,
     TraceInput,
+    Use,
 )
 from memopt.passes import Pipeline, parse_passes
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "int64": 8, "bool": 1}
 MIB = 1 << 20
+GIB = 1 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -297,6 +304,53 @@ def _moe_layer(layer):
         mib_save(experts, 8, node="MulBackward0"),
         mib_save(experts, 8, node="GroupedMmBackward0", storage=f"{block} activated"),
     ]
+
+
+LOSS = {"module": "", "op": "LogSoftmaxBackward0 aten._log_softmax_backward_data"}
+
+
+def moment_of(at, *, phase=Phase.BACKWARD, module="model.layers.0.mlp", op="MmBackward0 aten.mm", **gib):
+    """Return a moment with so many GiB for each use: parameters, optimizer, gradients, activations, workspace."""
+    uses = tuple(round(gib.get(use.name.lower(), 0) * GIB) for use in Use)
+    return Moment(total_bytes=sum(uses), uses=uses, phase=phase, module=module, op=op, at=at)
+
+
+def step_of(*moments, forward_ms=100, backward_ms=200):
+    """Return a step of those moments and no other."""
+    return StepMemory(
+        peak=max(moments, key=lambda moment: moment.total_bytes),
+        moments=moments,
+        most=tuple(max(moment.bytes_for(use) for moment in moments) for use in Use),
+        num_operators=moments[-1].at + 1,
+        compute_us=((Phase.FORWARD, 1000 * forward_ms), (Phase.BACKWARD, 1000 * backward_ms), (Phase.OPTIMIZER, 0)),
+    )
+
+
+def usual_step(*, activations=40, logits=8, state=10, **times):
+    """Return a step that peaks in the loss if there are GiB of logits: 5 GiB of parameters, and of gradients at its end."""
+    there = {"parameters": 5, "optimizer": state}
+    return step_of(
+        moment_of(0, phase=Phase.FORWARD, op="aten.mm", **there, activations=1),
+        moment_of(499, phase=Phase.FORWARD, op="aten.mm", module="model.norm", **there, activations=activations),
+        moment_of(500, **LOSS, **there, activations=activations, workspace=logits),
+        moment_of(600, module="model.layers.1.mlp", **there, gradients=1, activations=activations, workspace=0.5),
+        moment_of(999, **there, gradients=5, activations=2, workspace=0.5),
+        **times,
+    )
+
+
+def memory_of(baseline, *planned, copied_gib=0, pinned_gib=None, device_gib=None, **options):
+    """Return the prediction of those steps on an H200."""
+    facts = {
+        "optimizer": "adamw-fused",
+        "grad_in_backward": False,
+        "copied_out_bytes": round(copied_gib * GIB),
+        "copied_in_bytes": round(copied_gib * GIB),
+        "host_pinned_bytes": round((copied_gib if pinned_gib is None else pinned_gib) * GIB),
+        "device": DEVICES["h200"],
+        "device_memory_bytes": None if device_gib is None else round(device_gib * GIB),
+    }
+    return Memory(baseline=baseline, planned=planned, **(facts | options))
 
 
 QWEN = Build(

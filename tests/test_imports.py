@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-EDGES = {"pydantic", "cyclopts", "rich", "yaml", "syrupy"}
+EDGES = {"pydantic", "cyclopts", "rich", "yaml", "plotly", "syrupy"}
 HEAVY = {"torch", "transformers", "networkx"}
 
 

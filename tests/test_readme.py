@@ -16,13 +16,20 @@ SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_the_report_is_the_real_one(capfd):
-    assert run(app, ["qwen3-30b-a3b", "--swap", "attention"]) == 0
+    assert run(app, ["qwen3-30b-a3b", "--swap", "attention", "--no-predict"]) == 0
     assert f"```text\n{capfd.readouterr().out}```" in README
+
+
+def test_the_predicted_memory_is_the_real_one(capfd):
+    asked = re.search(r"^\$ memopt-analyze (.* --device-memory .*)$", README, re.MULTILINE)[1]
+    assert run(app, asked.split()) == 0
+    section = re.search(r"^Memory of a .*?(?=\n\nOffload )", capfd.readouterr().out, re.MULTILINE | re.DOTALL)[0]
+    assert f"$ memopt-analyze {asked}\n...\n{section}\n..." in README
 
 
 def test_the_head_of_a_checkpoint_is_the_real_one(capfd):
     asked = "qwen3-30b-a3b --checkpoint selective --seq-length 4096"
-    assert run(app, asked.split()) == 0
+    assert run(app, [*asked.split(), "--no-predict"]) == 0
     head = capfd.readouterr().out.partition("\n\n")[0]
     assert f"$ memopt-analyze {asked}\n{head}\n..." in README
 
@@ -31,7 +38,7 @@ def test_the_offload_report_is_the_real_one(capfd):
     """All of it but the sections that the README says it leaves out."""
     asked = "qwen3-30b-a3b --seq-length 4096 --offload core_attn,attn_proj,expert_fc1 --recompute layernorm,moe_act"
     assert f"memopt-analyze {asked}\n" in README
-    assert run(app, asked.split()) == 0
+    assert run(app, [*asked.split(), "--no-predict"]) == 0
     head, *sections = re.split(r"\n(?=[A-Z][a-z ]+ ─{5})", capfd.readouterr().out)
     shown = [text for text in sections if text.startswith(("Totals", "Offload", "Recompute", "What stays"))]
     assert "```text\n" + "\n".join([head, *shown]) + "```" in README

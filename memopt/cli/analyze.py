@@ -8,6 +8,7 @@ from cyclopts import Parameter
 from memopt.cli import options
 from memopt.cli.app import make_app
 from memopt.cli.output import progress, show, writing
+from memopt.cli.predicting import PredictionFlags, predict_or_note, prediction_request
 from memopt.cli.request import Flags, InputRequest, make_passes
 from memopt.cli.run import run
 from memopt.errors import RequestError
@@ -22,8 +23,9 @@ app = make_app(
     memopt-analyze qwen3-8b --swap attention --seq-length 4096 --format json
     memopt-analyze qwen3-30b-a3b --checkpoint selective --seq-length 4096
     memopt-analyze qwen3-30b-a3b --offload core_attn,attn_proj,expert_fc1 --recompute layernorm,moe_act
+    memopt-analyze llama-3.1-8b --swap attention --seq-length 4096 --device-memory 80GiB
     memopt-analyze my_package.models:build --config memopt.yaml --save-plan plan.json
-    memopt-analyze llama-3.1-8b --swap attention --format svg --output plan.svg
+    memopt-analyze llama-3.1-8b --swap attention --format html --output plan.html
     memopt-analyze deepseek_v3.json --list-regions""",
 )
 
@@ -48,6 +50,11 @@ def analyze(
     target_device: Annotated[
         Literal["cuda", "cpu"], Parameter(help="Where the model will train. cuda needs no GPU here.")
     ] = "cuda",
+    predict: options.Predict = True,
+    optimizer: options.Optimizer = None,
+    grad_in_backward: options.GradInBackward = False,
+    device_memory: options.DeviceMemory = None,
+    device_profile: options.DeviceProfile = None,
     format: Annotated[Literal["text", "json", "svg", "html"], Parameter(help="How to write the report.")] = "text",
     output: options.Output = None,
     save_plan: Annotated[Path | None, Parameter(help="Also write the plan to this file, for memopt-apply.")] = None,
@@ -63,6 +70,17 @@ def analyze(
     flags = Flags(config=config, swap=swap, checkpoint=checkpoint, offload=offload, recompute=recompute)
     if list_regions:
         _check_alone(flags, passes=passes, save_plan=save_plan)
+    prediction = prediction_request(
+        PredictionFlags(
+            optimizer=optimizer,
+            grad_in_backward=grad_in_backward,
+            device_memory=device_memory,
+            device_profile=device_profile,
+        ),
+        predict=predict,
+        list_regions=list_regions,
+        format=format,
+    )
     pipeline = make_passes(passes, flags)
     request = InputRequest(
         batch_size=batch_size,
@@ -77,9 +95,13 @@ def analyze(
         from memopt.report import plan_report, plan_summary, regions_report, regions_values
 
         source = find_model(model, num_layers=num_layers)
+        given = request.over(source.default)
         say(f"Tracing {source.name}")
         graph = trace(source, request, target_device)
         plan = memopt.plan(graph, passes=pipeline)
+        if prediction:
+            say(f"Predicting the memory of a step of {source.name}")
+        shown, memory = predict_or_note(prediction, plan, source, given)
     title = f"memopt {source.name}"
     if list_regions:
         show(regions_report(graph), regions_values(graph), format=format, output=output, title=title)
@@ -87,7 +109,8 @@ def analyze(
     if save_plan:
         with writing("plan", save_plan):
             memopt.save_plan(plan, save_plan)
-    show(plan_report(plan), plan_summary(plan), format=format, output=output, title=title)
+    page, values = plan_report(shown, memory), plan_summary(shown, memory)
+    show(page, values, format=format, output=output, title=title, memory=memory)
 
 
 def _check_alone(flags: Flags, *, passes: str | None, save_plan: Path | None) -> None:

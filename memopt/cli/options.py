@@ -98,5 +98,31 @@ AttnImplementation = Annotated[
 NumLayers = Annotated[
     int | None, Parameter(help="Build this many layers instead of the config's number.", validator=COUNT)
 ]
+Optimizer = Annotated[
+    Literal["adamw", "adamw-fused", "sgd", "none"] | None,
+    Parameter(
+        help="Which optimizer the predicted step has. adamw makes temporary tensors as large as the gradients, adamw-fused "
+        "none; sgd has no momentum. Default: adamw-fused, as transformers' Trainer."
+    ),
+]
+GradInBackward = Annotated[
+    bool,
+    Parameter(negative="", help="Predict that each parameter is updated in backward, its gradient dropped at once."),
+]
+DeviceMemory = Annotated[
+    str | None,
+    Parameter(help="How much memory there is, as 80GiB, 24GB or 80e9: does the step fit, or by how much is it short?"),
+]
+DeviceProfile = Annotated[
+    str | None,
+    Parameter(
+        help="How fast the device computes and copies: h200, h100, a100, rtx4090, or a file that memopt-apply "
+        "--profile-out wrote. Default: h200."
+    ),
+]
+Predict = Annotated[
+    bool,
+    Parameter(help="Predict the memory of a training step, with the plan and without it. It takes some seconds."),
+]
 Output = Annotated[Path | None, Parameter(help="Write the report to this file instead of stdout.")]
 Debug = Annotated[bool, Parameter(negative="", help="Show tracebacks and the warnings of libraries.")]

@@ -11,16 +11,26 @@ from typing import Any
 from rich.console import Console, RenderableType
 
 from memopt.errors import UnwritableFileError
-from memopt.report import WIDTH, rendered, rendered_html, rendered_svg
+from memopt.ir import Memory
+from memopt.report import WIDTH, rendered, rendered_html, rendered_svg, timeline_html
 
 SILENT_SECONDS = 1.0
 """Work that is done sooner shows no progress."""
 
 
 def show(
-    renderable: RenderableType, values: Mapping[str, Any], *, format: str, output: Path | None, title: str = "memopt"
+    renderable: RenderableType,
+    values: Mapping[str, Any],
+    *,
+    format: str,
+    output: Path | None,
+    title: str = "memopt",
+    memory: Memory | None = None,
 ) -> None:
-    """Write a report in one format; colour and a wide terminal's own width only for text on a terminal."""
+    """Write a report in one format, as HTML with a picture of a predicted step.
+
+    Colour and a wide terminal's own width are only for text on a terminal.
+    """
     if format == "text" and output is None and sys.stdout.isatty():
         console = Console(highlight=False)
         console.width = max(console.width, WIDTH)  # narrower, rich drops columns; the terminal wraps the lines
@@ -31,9 +41,13 @@ def show(
         "text": lambda: rendered(renderable, encoding=encoding),
         "json": lambda: json.dumps(values, indent=2) + "\n",
         "svg": lambda: _markup(rendered_svg(renderable, title=title), encoding),
-        "html": lambda: _markup(rendered_html(renderable), encoding),
+        "html": lambda: _markup(rendered_html(renderable, picture=_picture(memory, title)), encoding),
     }
     write(formats[format](), output)
+
+
+def _picture(memory: Memory | None, title: str) -> str:
+    return timeline_html(memory, title=f"{title}: memory of a training step, predicted") if memory else ""
 
 
 def _markup(text: str, encoding: str) -> str:

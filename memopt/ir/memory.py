@@ -109,6 +109,22 @@ class Memory:
         """The step that decides: with the plan if there is one, at the higher end."""
         return max(self.planned or (self.baseline,), key=lambda step: step.peak.total_bytes)
 
+    @property
+    def copy_out_us(self) -> float:
+        """How long copying out takes, one copy after the other."""
+        return 1e6 * self.copied_out_bytes / self.device.copy_out_bytes_per_second
+
+    @property
+    def copy_in_us(self) -> float:
+        """How long copying back in takes."""
+        return 1e6 * self.copied_in_bytes / self.device.copy_in_bytes_per_second
+
+    def short_bytes(self, peak_bytes: int) -> int | None:
+        """Return how much memory a peak lacks, 0 if it fits; None if that was not asked."""
+        if self.device_memory_bytes is None:
+            return None
+        return max(0, peak_bytes - self.device_memory_bytes)
+
     def _planned_peaks(self) -> Sequence[int]:
         return [step.peak.total_bytes for step in self.planned or (self.baseline,)]
 

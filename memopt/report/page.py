@@ -8,9 +8,11 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from memopt.ir import Plan, PlanAccount, account, saved_bytes
+from memopt.ir import Memory, Plan, PlanAccount, account, saved_bytes
+from memopt.report.advice import advice_of
 from memopt.report.folding import fold_chain, fold_targets
 from memopt.report.headline import headline
+from memopt.report.memory import memory_facts, memory_table
 from memopt.report.notes import notes_of
 from memopt.report.offload import offload_tables
 from memopt.report.saved import saved_table, weights_sentence
@@ -18,16 +20,18 @@ from memopt.report.table import target_tables
 from memopt.report.totals import copy_sentence, totals_table
 
 
-def plan_report(plan: Plan) -> RenderableType:
-    """Return a plan as a page to read."""
+def plan_report(plan: Plan, memory: Memory | None = None) -> RenderableType:
+    """Return a plan as a page to read, with the memory of a step if that was predicted."""
     totals = account(plan)
-    return Group(headline(plan, totals), *_sections(plan, totals))
+    return Group(headline(plan, totals), *_sections(plan, totals, memory))
 
 
-def _sections(plan: Plan, totals: PlanAccount) -> Iterator[RenderableType]:
+def _sections(plan: Plan, totals: PlanAccount, memory: Memory | None) -> Iterator[RenderableType]:
     if plan.decisions:
         yield from _section("Totals", totals_table(totals, saved_bytes(plan.graph.saved).activation_bytes))
-    if totals.swap_bytes:
+    if memory:
+        yield from _section("Memory of a training step, predicted", *_memory(plan, memory))
+    elif totals.swap_bytes:
         yield from _section("Copy time", Text(copy_sentence(totals)))
     if totals.offload:
         for title, table in offload_tables(totals.offload):
@@ -39,6 +43,12 @@ def _sections(plan: Plan, totals: PlanAccount) -> Iterator[RenderableType]:
     yield from _section("All activations saved for backward", saved_table(plan.graph), *_weights(plan))
     if notes := notes_of(plan):
         yield from _section("Notes", bullets(notes))
+
+
+def _memory(plan: Plan, memory: Memory) -> Iterator[RenderableType]:
+    yield from (memory_table(memory), "", memory_facts(memory))
+    if advice := advice_of(plan, memory):
+        yield from ("", bullets(advice))
 
 
 def bullets(notes: Iterable[str]) -> RenderableType:

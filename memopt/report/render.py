@@ -25,9 +25,10 @@ def rendered_svg(renderable: RenderableType, *, title: str, width: int = WIDTH) 
     return re.sub(r"\s*@font-face \{.*?\}", "", svg, flags=re.DOTALL)
 
 
-def rendered_html(renderable: RenderableType, *, width: int = WIDTH) -> str:
-    """Return one self-contained HTML page in colour."""
-    return _recorded(renderable, width).export_html(inline_styles=True)
+def rendered_html(renderable: RenderableType, *, picture: str = "", width: int = WIDTH) -> str:
+    """Return one self-contained HTML page in colour, a picture that is HTML itself above the text."""
+    html = _recorded(renderable, width).export_html(inline_styles=True)
+    return html.replace("<body>", f"<body>\n{picture}", 1) if picture else html
 
 
 def _recorded(renderable: RenderableType, width: int) -> Console:

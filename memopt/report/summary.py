@@ -3,7 +3,8 @@
 from dataclasses import asdict
 from typing import Any
 
-from memopt.ir import Plan, PlanAccount, RecomputeAccount, TargetAccount, TensorLine, account, saved_bytes
+from memopt.ir import Memory, Plan, PlanAccount, RecomputeAccount, TargetAccount, TensorLine, account, saved_bytes
+from memopt.report.memory import memory_values
 from memopt.report.notes import notes_of
 from memopt.report.offload import offload_values
 from memopt.report.rows import SAME_STORAGE, deciding_lines
@@ -11,8 +12,8 @@ from memopt.report.rows import SAME_STORAGE, deciding_lines
 SCHEMA_VERSION = 1
 
 
-def plan_summary(plan: Plan) -> dict[str, Any]:
-    """Return what the report says as one JSON-ready dict."""
+def plan_summary(plan: Plan, memory: Memory | None = None) -> dict[str, Any]:
+    """Return what the report says as one JSON-ready dict; with `memory` only if that was predicted."""
     totals = account(plan)
     model = plan.graph.model
     swapped = [target.freed_bytes for target in totals.targets if target.recompute is None]
@@ -37,6 +38,7 @@ def plan_summary(plan: Plan) -> dict[str, Any]:
         **({"offload": offload_values(totals, totals.offload)} if totals.offload else {}),
         "prefetch_chain": list(plan.prefetch_chain),
         "saved": asdict(saved_bytes(plan.graph.saved)),
+        **({"memory": memory_values(memory)} if memory else {}),
         "notes": list(notes_of(plan)),
     }
 

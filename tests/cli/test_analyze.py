@@ -32,7 +32,7 @@ TENSOR_KEYS = ["role", "op", "shape", "dtype", "storage_bytes", "action", "reaso
 
 
 def as_json(command, *arguments):
-    code, out, err = command("memopt-analyze", *arguments, "--format", "json")
+    code, out, err = command("memopt-analyze", *arguments, "--no-predict", "--format", "json")
     assert (code, err) == (0, "")
     return json.loads(out)
 
@@ -69,10 +69,10 @@ def test_every_preset_can_be_planned(command, name):
 
 
 def test_without_swap_it_says_what_is_saved(command):
-    code, out, err = command("memopt-analyze", *TINY[:3], "--swap", "none")
+    code, out, err = command("memopt-analyze", *TINY[:3], "--swap", "none", "--no-predict")
     assert (code, err) == (0, "")
     assert out.startswith("Nothing is changed: ")
-    assert command("memopt-analyze", *TINY[:3], "--checkpoint", "off") == (0, out, "")
+    assert command("memopt-analyze", *TINY[:3], "--checkpoint", "off", "--no-predict") == (0, out, "")
     summary = as_json(command, *TINY[:3])
     assert (summary["targets"], summary["prefetch_chain"]) == ([], [])
     assert summary["saved"]["activation_bytes"] > 0
@@ -154,7 +154,7 @@ def test_selective_checkpointing_keeps_expensive_results(command):
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_the_text_of_a_checkpoint_begins_with_what_it_frees(command, mode):
-    code, out, err = command("memopt-analyze", *TINY[:3], "--checkpoint", mode)
+    code, out, err = command("memopt-analyze", *TINY[:3], "--checkpoint", mode, "--no-predict")
     assert (code, err) == (0, "")
     assert out.startswith(f"{mode.capitalize()} checkpointing frees ")
     assert "model.layers.0-1 (x2)  Qwen3MoeDecoderLayer\n  recompute by the " in out
@@ -196,7 +196,9 @@ def test_a_partly_frozen_model_goes_by_parts_and_says_which_layers_save_nothing(
     ("format", "start"), [("text", "Attention swap frees"), ("svg", "<svg"), ("html", "<!DOCTYPE")]
 )
 def test_every_format_to_a_file(command, tmp_path, format, start):
-    code, out, err = command("memopt-analyze", *TINY, "--format", format, "--output", tmp_path / "report")
+    code, out, err = command(
+        "memopt-analyze", *TINY, "--no-predict", "--format", format, "--output", tmp_path / "report"
+    )
     assert (code, out, err) == (0, "", "")
     assert (tmp_path / "report").read_text().startswith(start)
 
@@ -250,7 +252,7 @@ def test_version(command):
 
 
 def test_a_closed_pipe_is_quiet():
-    script = f"import sys; from memopt.cli.analyze import main; sys.argv[1:] = {list(TINY)}; main()"
+    script = f"import sys; from memopt.cli.analyze import main; sys.argv[1:] = {[*TINY, '--no-predict']}; main()"
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.wait(timeout=60) == 141

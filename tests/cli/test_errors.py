@@ -397,7 +397,7 @@ def test_a_plan_excludes_other_decisions(fails, tmp_path):
 )
 def test_a_plan_that_contradicts_itself(command, fails, tmp_path, key, value, part):
     path = tmp_path / "plan.json"
-    assert command("memopt-analyze", *TINY, "--swap", "attention", "--save-plan", path)[0] == 0
+    assert command("memopt-analyze", *TINY, "--swap", "attention", "--no-predict", "--save-plan", path)[0] == 0
     path.write_text(json.dumps(json.loads(path.read_text()) | {"prefetch_chain": [], key: value}))
     code, line = fails("memopt-apply", *TINY, "--plan", path)
     assert (code, line.startswith(f"plan '{path}' cannot be read: {part}")) == (2, True)
@@ -415,7 +415,7 @@ def test_an_unreadable_plan(fails, tmp_path, text):
 @pytest.mark.parametrize(("name", "num_layers"), [("tiny-qwen3-moe", "1"), ("tiny-llama", "2")])
 def test_a_plan_for_another_model(command, fails, tmp_path, name, num_layers):
     path = tmp_path / "plan.json"
-    assert command("memopt-analyze", *TINY, "--swap", "attention", "--save-plan", path)[0] == 0
+    assert command("memopt-analyze", *TINY, "--swap", "attention", "--no-predict", "--save-plan", path)[0] == 0
     code, line = fails("memopt-apply", name, "--num-layers", num_layers, "--plan", path, "--no-verify")
     assert code == 2
     assert line.startswith("plan for another model: it was made for tiny-llama, a LlamaForCausalLM of ")

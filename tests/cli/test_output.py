@@ -76,9 +76,8 @@ def test_an_ascii_stdout_gets_ascii(monkeypatch, format, part):
 
 
 def test_the_command_prints_to_an_ascii_stdout():
-    script = (
-        "import sys; from memopt.cli.analyze import main; sys.argv[1:] = ['tiny-llama', '--num-layers', '1']; main()"
-    )
+    asked = ["tiny-llama", "--num-layers", "1", "--no-predict"]
+    script = f"import sys; from memopt.cli.analyze import main; sys.argv[1:] = {asked}; main()"
     environ = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, env=environ, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, b"")
