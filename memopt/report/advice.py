@@ -116,14 +116,14 @@ def inflight_sentence(plan: Plan, memory: Memory) -> str:
 
 def window_sentence(plan: Plan, memory: Memory) -> str:
     """Return that copying out takes longer than the forward that hides it, and how much would fit."""
-    window, copy_us = _window_us(memory), memory.copy_out_us
+    window, copy_us = memory.step.us_of(Phase.FORWARD), memory.copy_out_us
     if copy_us <= window:
         return ""
     fits = int(window * memory.device.copy_out_bytes_per_second / 1e6)
     share = f"{format_bytes(fits)} of the {format_bytes(memory.copied_out_bytes)} fit{_share(plan, memory, fits)}"
     return (
-        f"Copies out take {ms_text(copy_us - window)} longer than the {ms_text(window)} of forward that hide them; what is "
-        f"left costs time. {share}."
+        f"Copies out take up to {ms_text(copy_us - window)} longer than the forward that hides them, which is predicted to "
+        f"take {ms_text(window)} or more; what is left costs time. {share}."
     )
 
 
@@ -188,13 +188,6 @@ def _fixed_remedies(memory: Memory) -> Iterator[str]:
     if gradients > memory.step.most_for(Use.PARAMETERS) / 2 or memory.grad_in_backward:
         yield "LoRA"
     yield "sharding over several devices (FSDP)"
-
-
-def _window_us(memory: Memory) -> float:
-    """Return how long forward takes: what it computes, or, where that is less, what it takes the host to launch it."""
-    step = memory.step
-    num_operators = min((m.at for m in step.moments if m.phase is not Phase.FORWARD), default=step.num_operators)
-    return max(step.us_of(Phase.FORWARD), num_operators * memory.device.launch_us)
 
 
 def _offloads(plan: Plan) -> bool:

@@ -142,16 +142,15 @@ def _facts(memory: Memory) -> Iterator[tuple[str, RenderableType]]:
     if memory.copied_out_bytes:
         yield "pinned host memory", format_bytes(memory.host_pinned_bytes)
         yield "copies out", _beside(memory.copied_out_bytes, memory.copy_out_us, step, Phase.FORWARD)
-        at_least = "at least " * (memory.copied_in_bytes < memory.copied_out_bytes)  # what is still there is not copied
-        yield "copies in", at_least + _beside(memory.copied_in_bytes, memory.copy_in_us, step, Phase.BACKWARD)
+        yield "copies in", _beside(memory.copied_in_bytes, memory.copy_in_us, step, Phase.BACKWARD)
     yield "optimizer", f"{memory.optimizer}{', gradients dropped in backward' * memory.grad_in_backward}"
     source = MEASURED if memory.device.is_measured else FROM_DATA_SHEETS
     yield "device", f"{memory.device.name}; how fast it computes and copies is {source}"
 
 
 def _beside(num_bytes: int, copy_us: float, step: StepMemory, phase: Phase) -> str:
-    """Return a copy and the computation that hides it, e.g. ``3.4 GiB, 163 ms beside 111 ms of forward``."""
-    beside = f"{ms_text(step.us_of(phase))} of {phase.value}"
+    """Return a copy and the computation that hides it, e.g. ``3.4 GiB, 163 ms beside 111 ms of forward or more``."""
+    beside = f"{ms_text(step.us_of(phase))} of {phase.value} or more"
     return f"{format_bytes(num_bytes)}, {ms_text(copy_us)} beside {beside}"
 
 

@@ -173,21 +173,21 @@ def test_copies_on_their_way_hold_little_or_cannot_be_limited(plan, high):
 
 def test_copies_take_longer_than_forward():
     text = window_sentence(SWAP, swapped(copied_gib=20))
-    assert text.startswith("Copies out take 289 ms longer than the 100 ms of forward that hide them")
-    fits = int(0.1 * 55.2e9)
+    assert text.startswith(
+        "Copies out take up to 288 ms longer than the forward that hides them, which is predicted to"
+    )
+    fits = int(0.1 * 55.3e9)
     assert f"margin_bytes={4 * GIB + 20 * GIB - fits}," in text
 
 
 @pytest.mark.parametrize(("now", "then"), [(1.0, 0.25), (0.8, 0.2)])
 def test_copies_of_an_offload_take_longer_than_forward(now, then):
     text = window_sentence(offload(fraction=now), swapped(copied_gib=20))
-    assert f"5.14 GiB of the 20.00 GiB fit: fraction: {then} in activation_offload" in text
+    assert f"5.15 GiB of the 20.00 GiB fit: fraction: {then} in activation_offload" in text
 
 
-def test_copies_fit_into_forward_or_into_what_the_host_takes_for_it():
+def test_copies_fit_into_forward():
     assert window_sentence(SWAP, swapped(copied_gib=5)) == ""
-    slow_host = replace(swapped(copied_gib=20), device=replace(swapped().device, launch_us=1000))
-    assert window_sentence(SWAP, slow_host) == ""
 
 
 def test_the_host_needs_much_memory():

@@ -118,12 +118,6 @@ def test_without_copies_nothing_is_said_of_them():
     assert not re.search("pinned|copies (out|in) |\\.\\.", text)
 
 
-def test_what_is_not_copied_back_because_it_is_still_there():
-    assert "at least 18.00 GiB, 349 ms beside 200 ms of backward" in section(
-        replace(swapped(), copied_in_bytes=18 * GIB)
-    )
-
-
 @pytest.mark.parametrize(
     ("where", "text"),
     [
