@@ -113,14 +113,22 @@ def _in_a_row():
     return {"pixel_values": row, "target_sizes": torch.tensor([[4, 4]] * zoo.BATCH_SIZE)}
 
 
+def _deep_patches():
+    """Return patches of two frames, channels last, as those of Inkling."""
+    return {"pixel_values": noise(4, 2, 8, 8, 3).flatten(0, 1)}
+
+
 OWN = {
     "AyaVisionForConditionalGeneration": lambda: {"pixel_values": noise(3, 2 * SIZE, 2 * SIZE)},
     "DeepseekVLHybridForConditionalGeneration": lambda: {"high_res_pixel_values": noise(3, SIZE, SIZE)},
+    "FastVlmForConditionalGeneration": lambda: {"pixel_values": noise(3, 8 * SIZE, 8 * SIZE)},
     "Florence2ForConditionalGeneration": lambda: {"pixel_values": noise(3, 4 * SIZE, 4 * SIZE)},
+    "Gemma3nForConditionalGeneration": lambda: {"pixel_values": noise(3, 4 * SIZE, 4 * SIZE)},
     "Gemma4ForConditionalGeneration": _placed,
     "Gemma4UnifiedForConditionalGeneration": _placed,
     "Idefics2ForConditionalGeneration": _one_of_many,
     "Idefics3ForConditionalGeneration": _one_of_many,
+    "InklingForConditionalGeneration": _deep_patches,
     "InstructBlipForConditionalGeneration": lambda: {"qformer_input_ids": zoo.words()["input_ids"]},
     "Kimi_K25ForConditionalGeneration": _separate_patches,
     "Lfm2VlForConditionalGeneration": _shaped,
@@ -133,6 +141,7 @@ OWN = {
     "MiniCPMV4_6ForConditionalGeneration": _in_a_row,
     "ModernVBertForMaskedLM": _one_of_many,
     "PaddleOCRVLForConditionalGeneration": lambda: {"pixel_values": noise(4 * 4, 3, 8, 8).flatten(0, 1)},
+    "PerceptionLMForConditionalGeneration": lambda: {"pixel_values": noise(1, 3, 28, 28)},
     "SmolVLMForConditionalGeneration": _one_of_many,
     "VideoLlama3ForConditionalGeneration": lambda: {"image_merge_sizes": torch.tensor([2] * zoo.BATCH_SIZE)},
     "VideoLlavaForConditionalGeneration": lambda: {"pixel_values_images": noise(3, SIZE, SIZE)},

@@ -145,6 +145,11 @@ def acting():
     }
 
 
+def spoken():
+    """Return words, and for each as much of a sound as is put on top of it."""
+    return zoo.words() | {"input_features": images.noise(128, 8 * zoo.SEQ_LENGTH)}
+
+
 def written():
     return said_of() | {"decoder_input_ids": zoo.words()["input_ids"]}
 
@@ -196,6 +201,7 @@ INPUTS = {
     "Pix2StructForConditionalGeneration": flattened,
     "UdopForConditionalGeneration": laid_out,
     "VisionEncoderDecoderModel": said_of,
+    "VoxtralRealtimeForConditionalGeneration": spoken,
     "WhisperForCausalLM": heard,
 }
 """By class; those that are not here are trained with words."""

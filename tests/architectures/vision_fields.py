@@ -1,5 +1,7 @@
 """Fields by class, as those of `fields`, of models of images and of sound."""
 
+from tests.architectures.fields import FIELDS
+
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _TEXT_SECTIONS = {"text_config": {"rope_parameters": _SECTIONS}}
 _WIDE_WINDOW = {"vision_config": {"window_size": 16}}
@@ -41,9 +43,21 @@ VISION_FIELDS: dict[str, dict] = {
     },
     "Ernie4_5_VLMoeForConditionalGeneration": _TEXT_SECTIONS,
     "Exaone4_5_ForConditionalGeneration": _WIDE_WINDOW,
+    "FastVlmForConditionalGeneration": {
+        "vision_config": {
+            "model_type": "timm_wrapper", "architecture": "fastvit_mci3", "do_pooling": True, "hidden_size": 256,
+            "model_args": {"layers": [1, 1, 1, 1, 1], "embed_dims": [8, 16, 32, 64, 128]},
+        },
+    },
     "Florence2ForConditionalGeneration": {
         "vision_config": {
             "embed_dim": [16, 16, 16, 16], "num_heads": [2, 2, 2, 2], "num_groups": [2, 2, 2, 2], "depths": [1, 1, 1, 1],
+        },
+    },
+    "Gemma3nForConditionalGeneration": {
+        "text_config": FIELDS["Gemma3nForCausalLM"], "vision_soft_tokens_per_image": 4,
+        "vision_config": {
+            "hidden_size": 2048, "model_args": {"channel_multiplier": 1 / 16, "msfa_output_resolution": 2},
         },
     },
     "Gemma4ForConditionalGeneration": _SOFT_PATCHES,
@@ -70,6 +84,7 @@ VISION_FIELDS: dict[str, dict] = {
         "text_config": {"head_dim": 8, "rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 1, 1]}},
     },
     "IdeficsForVisionText2Text": {"freeze_text_layers": False, "freeze_vision_layers": False},
+    "InklingForConditionalGeneration": {"vision_config": {"num_hidden_layers": 5}},  # as many as there are scales
     "InstructBlipForConditionalGeneration": _QUERIES,
     "InstructBlipVideoForConditionalGeneration": _QUERIES | {"video_token_index": 10},
     "InternVLForConditionalGeneration": _LISTED,
@@ -105,6 +120,15 @@ VISION_FIELDS: dict[str, dict] = {
         },
     },
     "PaddleOCRVLForConditionalGeneration": _TEXT_SECTIONS,
+    "PerceptionLMForConditionalGeneration": {
+        "vision_config": {
+            "model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336", "do_pooling": False,
+            "model_args": {
+                "embed_dim": 32, "depth": 2, "num_heads": 4, "img_size": [28, 28], "ref_feat_shape": [2, 2],
+                "global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1,
+            },
+        },
+    },
     "Pix2StructForConditionalGeneration": {
         "text_config": {"decoder_start_token_id": 0}, "vision_config": {"patch_embed_hidden_size": 48, "seq_len": 64},
     },
