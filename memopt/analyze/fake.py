@@ -14,6 +14,11 @@ from memopt.analyze.cuda_sdpa import cuda_scaled_dot_product_attention
 from memopt.analyze.flops import flops_of
 from memopt.analyze.values import value_of
 
+_MEAN_IN_PLACE = frozenset(
+    {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.soft_margin_loss.default}
+)
+"""Losses whose kernels write a mean or a sum where they have written its terms, so that their storage is as large."""
+
 
 class TraceMode(FakeTensorMode):
     """FakeTensorMode with the kernels that it lacks, and a count of what the operators take."""
@@ -36,7 +41,7 @@ class TraceMode(FakeTensorMode):
         return out
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Answer as real kernels do where the meta kernels do not: grouped_mm outside bf16, known masks, mixed dtypes."""
+        """Answer as real kernels do where the meta kernels do not."""
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], [number for index in args[1] for number in self._as_numbers(index)])
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
@@ -44,6 +49,12 @@ class TraceMode(FakeTensorMode):
         out: Any = super().dispatch(func, types, args, kwargs)
         if func is torch.ops.aten.native_layer_norm.default:
             return _with_wide_statistics(*out, weight=args[2])
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            return (_laid_out_as(args[0], out[0]), *out[1:])
+        if func is torch.ops.aten.view.default and 1 in out.shape:
+            return out.as_strided(out.shape, _strides_of_view(*args), out.storage_offset())
+        if func in _MEAN_IN_PLACE and out.numel() == 1:
+            out.untyped_storage().resize_(torch.broadcast_shapes(*(t.shape for t in args[:2])).numel() * out.itemsize)
         return out
 
     def _as_numbers(self, index: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -59,6 +70,19 @@ def _grouped_mm_output(rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor
     """Return an empty result: (tokens, in) x (experts, in, out) -> (tokens, out); for two 2-d operands it has groups."""
     shape = (*rows.shape[:-1], weight.shape[-1])
     return rows.new_empty(shape)
+
+
+def _strides_of_view(tensor: torch.Tensor, shape: Any) -> tuple[int, ...]:
+    """Return the strides that a view has in a real run, those of one element too."""
+    with unset_fake_temporarily():
+        return torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape).stride()
+
+
+def _laid_out_as(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return an attention's result with the strides of a dense query, also those of one element: convolutions ask them."""
+    if query.shape != out.shape or not torch.ops.aten.is_non_overlapping_and_dense(query):
+        return out
+    return query.new_empty_strided(query.shape, query.stride(), dtype=out.dtype)
 
 
 def _with_wide_statistics(
