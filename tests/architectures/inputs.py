@@ -59,7 +59,8 @@ def drafted():
     positions = torch.arange(zoo.SEQ_LENGTH).expand(zoo.BATCH_SIZE, -1)
     keys, values = (torch.randn(zoo.BATCH_SIZE, 2, zoo.SEQ_LENGTH, 8, generator=generator) for _ in range(2))
     states = {kind: (keys, values) for kind in ("full_attention", "sliding_attention")}
-    return {"inputs_embeds": embeddings, "position_ids": positions, "shared_kv_states": states}
+    kept = {"logits_to_keep": torch.arange(zoo.SEQ_LENGTH)}
+    return {"inputs_embeds": embeddings, "position_ids": positions, "shared_kv_states": states} | kept
 
 
 def patched():
@@ -184,7 +185,6 @@ INPUTS = {
     "Gemma4AssistantForCausalLM": drafted,
     "Gemma4UnifiedAssistantForCausalLM": drafted,
     "GitForCausalLM": captioned,
-    "Granite4VisionForConditionalGeneration": zoo.words,
     "IdeficsForVisionText2Text": among_others,
     "InstructBlipVideoForConditionalGeneration": instructed_video,
     "Kosmos2ForConditionalGeneration": kosmos2,

@@ -76,7 +76,8 @@ VISION_FIELDS: dict[str, dict] = {
     "GlmOcrForConditionalGeneration": _TEXT_SECTIONS,
     "Granite4VisionForConditionalGeneration": _TILED | {
         "text_config": {"model_type": "granite"}, "deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2",
-        "vision_feature_select_strategy": "full", "qformer_config": {"encoder_hidden_size": 32},
+        "vision_feature_select_strategy": "default", "qformer_config": {"encoder_hidden_size": 64},
+        "vision_config": {"hidden_size": 64},
     },
     "GraniteSpeechForConditionalGeneration": {"window_size": 10},
     "GraniteSpeechPlusForConditionalGeneration": {"window_size": 10},
