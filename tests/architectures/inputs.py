@@ -185,6 +185,7 @@ INPUTS = {
     "Gemma4AssistantForCausalLM": drafted,
     "Gemma4UnifiedAssistantForCausalLM": drafted,
     "GitForCausalLM": captioned,
+    "Granite4VisionForConditionalGeneration": zoo.words,
     "IdeficsForVisionText2Text": among_others,
     "InstructBlipVideoForConditionalGeneration": instructed_video,
     "Kosmos2ForConditionalGeneration": kosmos2,

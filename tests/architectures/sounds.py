@@ -11,6 +11,7 @@ NUM_FRAMES = {"Qwen3ASRForConditionalGeneration": 100}
 """By class, where it is not 24."""
 
 LENGTH_FIRST = frozenset({"Nemotron3_5TranscribeForConditionalGeneration"})
+_CONFIGS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config")
 NUM_SAMPLES = 96
 """Of a sound that is taken as it is."""
 
@@ -33,7 +34,8 @@ def _listener(model):
 
 
 def _audio(model):
-    audio = getattr(model.config, "audio_config", None) or getattr(model.config, "encoder_config", None)
+    found = (getattr(model.config, name, None) for name in _CONFIGS)
+    audio = next((config for config in found if config is not None), None)
     return getattr(audio, "asr_config", audio)
 
 

@@ -11,6 +11,7 @@ _QUERIES = {"num_query_tokens": 4, "image_token_index": 10, "text_config": {"wor
 _CODES = {"<image>": 10, **{f"IMGIMG{letter}Z": 20 + n for n, letter in enumerate("ABCDEFGH")}}
 _LINEAR_AND_FULL = {"text_config": {"layer_types": ["linear_attention", "full_attention"]}}
 _DEEPSTACK = {"vision_config": {"deepstack_visual_indexes": [0, 1]}}
+_CODER = {"hidden_size": 8, "num_filters": 4, "downsampling_ratios": [2, 4], "depths": [1, 1, 1]}
 _SOFT_PATCHES = {
     "vision_config": {
         "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -151,6 +152,9 @@ VISION_FIELDS: dict[str, dict] = {
     },
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 4}},
     "UdopForConditionalGeneration": {"decoder_start_token_id": 0},
+    "VibeVoiceAsrForConditionalGeneration": {
+        "acoustic_tokenizer_encoder_config": _CODER, "semantic_tokenizer_encoder_config": _CODER,
+    },
     "VideoLlavaForConditionalGeneration": {"vision_feature_layer": -1},
     "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-2, -1]},
 }  # fmt: skip
