@@ -90,6 +90,7 @@ VISION_FIELDS: dict[str, dict] = {
     "InstructBlipForConditionalGeneration": _QUERIES,
     "InstructBlipVideoForConditionalGeneration": _QUERIES | {"video_token_index": 10},
     "InternVLForConditionalGeneration": _LISTED,
+    "JanusForConditionalGeneration": {"vq_config": {"num_embeddings": 8}},  # else the largest table of all
     "Kimi_K25ForConditionalGeneration": {"projection_hidden_size": 32},
     "Kosmos2ForConditionalGeneration": {"latent_query_num": 4},
     "Kosmos2_5ForConditionalGeneration": {"latent_query_num": 4, "vision_config": {"patch_embed_hidden_size": 48}},
