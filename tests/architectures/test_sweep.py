@@ -12,7 +12,7 @@ from tests.architectures import sweep, trial
 from tests.architectures.sweeps import Sweep
 from tests.architectures.trial import EXACT, Outcome, Row, try_class
 
-NO_SELF_ATTN, NO_REGION = "found no self_attn", "found no layernorm or moe_act"
+NO_SELF_ATTN, NO_REGION = "found no self_attn", "its layers have parts of other names: norm, mixer"
 REFUSED = {
     "LlamaForCausalLM": {},
     "GPT2LMHeadModel": {"swap": NO_SELF_ATTN},
@@ -27,14 +27,20 @@ REFUSED = {
     "XmodForCausalLM": {"swap": NO_SELF_ATTN},  # masks that follow from the inputs
     "Qwen3_5ForCausalLM": {},
     "FalconH1ForCausalLM": {},
+    "JambaForCausalLM": {},  # attention among state spaces
     "Mamba2ForCausalLM": {"swap": NO_SELF_ATTN, "fine-grained": NO_REGION},
     "T5Gemma2ForConditionalGeneration": {},  # masks made by vmap
     "LEDForConditionalGeneration": {},  # a word that attends to all
     "EncoderDecoderModel": {"swap": NO_SELF_ATTN},
     "VoxtralForConditionalGeneration": {},
+    "VibeVoiceAsrForConditionalGeneration": {},
     "BertForMaskedLM": {"swap": NO_SELF_ATTN},
+    "FunnelForMaskedLM": {"swap": NO_SELF_ATTN},  # lists of layers in a list
     "ModernVBertForMaskedLM": {},
     "Qwen2_5_VLForConditionalGeneration": {},  # windows of images, and positions that follow from a grid
+    "Ernie4_5_VLMoeForConditionalGeneration": {},  # offsets put together from nothing
+    "HunYuanVLForConditionalGeneration": {},  # convolutions of views
+    "UdopForConditionalGeneration": {"swap": NO_SELF_ATTN},  # masks of the shape of an image
     "LightOnOcrForConditionalGeneration": {},  # images cut by lengths that are tensors
     "Gemma4ForConditionalGeneration": {},
     "MllamaForConditionalGeneration": {},  # attends to images
