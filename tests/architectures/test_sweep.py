@@ -80,6 +80,12 @@ def test_a_wrong_gradient_and_a_wrong_trace_are_seen(monkeypatch):
     assert {outcome.word for outcome in row.modes.values()} == {"WRONG"}
 
 
+def test_a_plan_that_does_nothing_says_why():
+    row = try_class("PI0ForConditionalGeneration")
+    assert (row.trace.word, row.modes["full"].word) == (EXACT, "none")
+    assert "nothing was moved or replayed: layers whose cache holds keys already" in row.modes["full"].why
+
+
 def test_a_family_has_all_its_classes_once():
     families = {family: sweep.classes_of(family) for family in sweep.FAMILIES}
     for names in families.values():

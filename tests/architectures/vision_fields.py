@@ -86,7 +86,7 @@ VISION_FIELDS: dict[str, dict] = {
         "text_config": {"head_dim": 8, "rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 1, 1]}},
     },
     "IdeficsForVisionText2Text": {"freeze_text_layers": False, "freeze_vision_layers": False},
-    "InklingForConditionalGeneration": {"vision_config": {"num_hidden_layers": 5}},  # as many as there are scales
+    "InklingForConditionalGeneration": {"vision_config": {"n_layers": 5}},  # as many as there are scales
     "InstructBlipForConditionalGeneration": _QUERIES,
     "InstructBlipVideoForConditionalGeneration": _QUERIES | {"video_token_index": 10},
     "InternVLForConditionalGeneration": _LISTED,
