@@ -10,11 +10,12 @@ REGISTERED = {
 }
 """Name of a family -> the table of transformers that registers its classes."""
 STATE_SPACE = (
-    "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM", "GraniteMoeHybridForCausalLM",
-    "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM", "Lfm2MoeForCausalLM", "Mamba2ForCausalLM",
-    "MambaForCausalLM", "MiniMaxForCausalLM", "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM",
-    "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "RecurrentGemmaForCausalLM",
-    "RwkvForCausalLM", "Zamba2ForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
+    "BailingHybridForCausalLM", "BambaForCausalLM", "FalconH1ForCausalLM", "FalconMambaForCausalLM",
+    "GraniteMoeHybridForCausalLM", "JambaForCausalLM", "KimiLinearForCausalLM", "Lfm2ForCausalLM",
+    "Lfm2MoeForCausalLM", "Lfm3ForCausalLM", "Mamba2ForCausalLM", "MambaForCausalLM", "MiniMaxForCausalLM",
+    "NemotronHForCausalLM", "OlmoHybridForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM",
+    "Qwen3_5MoeForCausalLM", "Qwen4ExpForCausalLM", "RecurrentGemmaForCausalLM", "RwkvForCausalLM",
+    "Zamba2ForCausalLM", "ZambaForCausalLM", "xLSTMForCausalLM",
 )  # fmt: skip
 """Classes, of all versions, whose layers keep a state: selective scans, gated deltas, recurrences, short convolutions."""
 FAMILIES = (*REGISTERED, "state-space")

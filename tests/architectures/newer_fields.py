@@ -27,6 +27,8 @@ NEWER_FIELDS: dict[str, dict] = {
     },
     "Inkling2ForConditionalGeneration": _TEXT_WIDTH,
     "Inkling2LoopForConditionalGeneration": _TEXT_WIDTH,
+    "Lfm3ForCausalLM": {"layer_types": ["conv", "full_attention"]},
+    "Lfm3VlForConditionalGeneration": {"text_config": {"layer_types": ["conv", "full_attention"]}},
     "MiniCPMOcrForConditionalGeneration": _ROW,
     "MiniCPMV4_7ForConditionalGeneration": _ROW,
     "HyperCLOVAXVisionV2ForConditionalGeneration": {"vision_config": {"window_size": 16}},
