@@ -58,7 +58,7 @@ class _ForwardProperty:
 
         self._owner = owner
         self._unbound = unbound
-        _FORWARDS.add(unbound.__code__)
+        _FORWARDS.add(unbound.__code__)  # type: ignore[attr-defined]
 
     def __get__(self, module: nn.Module | None, cls: type | None = None) -> Any:
         if module is None:
