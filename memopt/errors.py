@@ -138,12 +138,20 @@ class NoLayerContainerError(MemoptError):
 class NothingToCheckpointError(MemoptError):
     """Activation checkpointing found layers, but nothing in them to recompute."""
 
-    def __init__(self, class_name: str, *, num_layers: int, num_silent: int, num_checkpointed: int = 0) -> None:
+    def __init__(
+        self, class_name: str, *, num_layers: int, num_silent: int, num_checkpointed: int = 0, num_uncalled: int = 0
+    ) -> None:
         silent = f"{num_silent} of its {num_layers} layers save nothing for backward"
+        if num_uncalled:
+            silent += (
+                f", {num_uncalled} of them because no step calls them, or their forward is called without its hooks"
+            )
         if num_checkpointed:
             silent += f", {num_checkpointed} of them because the model's own forward calls torch.utils.checkpoint there"
         others = ", and the others have no part that may run twice" if num_silent < num_layers else ""
         remedy = "train parameters in or below them" if num_silent else "name a part as memopt.ir.submodules knows it"
+        if num_uncalled == num_layers:
+            remedy = "have the model call layer(...), not layer.forward(...)"
         if num_checkpointed:
             remedy = "turn the model's own checkpointing off (model.gradient_checkpointing_disable())"
         super().__init__(
@@ -155,9 +163,19 @@ class NothingToCheckpointError(MemoptError):
 class NothingOfThatKindError(RequestError):
     """None of the parts that were asked for is in the model."""
 
-    def __init__(self, what: str, class_name: str, asked: Iterable[str], has: Iterable[str]) -> None:
-        listed = ", ".join(has) or "none that it knows: it found no layers; try module:PATTERN"
-        super().__init__(f"{what} found no {' or '.join(asked)} in {class_name}; it has: {listed}")
+    def __init__(
+        self, what: str, class_name: str, asked: Iterable[str], has: Iterable[str], parts: Iterable[str] = ()
+    ) -> None:
+        has, parts = tuple(has), tuple(parts)
+        found = "it found no layers in which anything is saved; try activation_offload of module:PATTERN"
+        if has:
+            found = f"it has: {', '.join(has)}"
+        elif parts:
+            found = (
+                f"its layers have parts of other names: {', '.join(parts)}; move what one saves by activation_offload of "
+                f"module:*.{parts[-1]}, or recompute whole layers by activation_checkpoint"
+            )
+        super().__init__(f"{what} found no {' or '.join(asked)} in {class_name}; {found}")
 
 
 class UnmatchedPatternError(RequestError):

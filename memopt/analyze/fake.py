@@ -16,6 +16,10 @@ from memopt.analyze.values import value_of
 
 DEVICE = torch.ops.prim.device.default
 """What C++ asks a fake tensor for at every turn: more often than it runs an operator."""
+_MEAN_IN_PLACE = frozenset(
+    {torch.ops.aten.mse_loss.default, torch.ops.aten.smooth_l1_loss.default, torch.ops.aten.soft_margin_loss.default}
+)
+"""Losses whose kernels write a mean or a sum where they have written its terms, so that their storage is as large."""
 
 
 class TraceMode(FakeTensorMode):
@@ -41,7 +45,7 @@ class TraceMode(FakeTensorMode):
         return out
 
     def _answer(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        """Answer as real kernels do where the meta kernels do not: grouped_mm outside bf16, known masks, mixed dtypes."""
+        """Answer as real kernels do where the meta kernels do not."""
         if func is torch.ops.aten.index.Tensor:
             args = (args[0], [number for index in args[1] for number in self._as_numbers(index)])
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
@@ -49,6 +53,12 @@ class TraceMode(FakeTensorMode):
         out = self._ask(func, types, args, kwargs)
         if func is torch.ops.aten.native_layer_norm.default:
             return _with_wide_statistics(*out, weight=args[2])
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            return (_laid_out_as(args[0], out[0]), *out[1:])
+        if func is torch.ops.aten.view.default and 1 in out.shape:
+            return out.as_strided(out.shape, _strides_of_view(*args), out.storage_offset())
+        if func in _MEAN_IN_PLACE and out.numel() == 1:
+            out.untyped_storage().resize_(torch.broadcast_shapes(*(t.shape for t in args[:2])).numel() * out.itemsize)
         return out
 
     def _ask(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
@@ -73,6 +83,19 @@ def _grouped_mm_output(one: torch.Tensor, other: torch.Tensor, ends: torch.Tenso
     if one.dim() == other.dim() == 2 and ends is not None:
         shape = (ends.shape[0], *shape)
     return one.new_empty(shape)
+
+
+def _strides_of_view(tensor: torch.Tensor, shape: Any) -> tuple[int, ...]:
+    """Return the strides that a view has in a real run, those of one element too."""
+    with unset_fake_temporarily():
+        return torch.empty_strided(tensor.shape, tensor.stride(), device="meta").view(shape).stride()
+
+
+def _laid_out_as(query: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Return an attention's result with the strides of a dense query, also those of one element: convolutions ask them."""
+    if query.shape != out.shape or not torch.ops.aten.is_non_overlapping_and_dense(query):
+        return out
+    return query.new_empty_strided(query.shape, query.stride(), dtype=out.dtype)
 
 
 def _with_wide_statistics(

@@ -1,9 +1,13 @@
 """Trace a model into a ModuleGraph: one training forward of a fake twin, observed."""
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch._dynamo.exc import TorchDynamoException
 from torch._subclasses.fake_tensor import (
@@ -87,8 +91,8 @@ def trace_errors(twin: nn.Module, seen: Observation, *, hooked: bool) -> Iterato
     except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException) as error:
         raise TraceError(
             f"{type(twin).__name__} cannot be traced without data: {_where(seen)} asks for the values of a tensor "
-            f"({error}); analyze it with inputs that leave that out (a loss: without labels, which changes no layer), "
-            "or set a switch of its config, where one avoids it"
+            f"({error}) in {_line_of(error)}; analyze it with inputs that leave that out (a loss: without labels, which "
+            "changes no layer), or set a switch of its config, where one avoids it"
         ) from error
     except MemoptError:
         raise
@@ -104,6 +108,14 @@ def _where(seen: Observation) -> str:
     """Return which module's forward was running."""
     fqn = seen.active[-1].fqn if seen.active else ""
     return repr(fqn) if fqn else "its forward"
+
+
+def _line_of(error: Exception) -> str:
+    """Return file and line of the model's own code that asked, which is neither torch's nor ours."""
+    ours = tuple(f"{path}{os.sep}" for path in (Path(torch.__file__).parent, Path(__file__).parents[1]))
+    frames = traceback.extract_tb(error.__traceback__)
+    frame = next((frame for frame in reversed(frames) if not frame.filename.startswith(ours)), frames[-1])
+    return f"{Path(frame.filename).name}:{frame.lineno}"
 
 
 def _first_line(error: Exception) -> str:

@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
 
 from memopt.analyze.choices import balanced
+from memopt.analyze.unset import forget_unset, is_partly_set, note_unset, write_known
 
 MAX_ELEMENTS = 1 << 25
 """Larger values are not followed: a mask over 4096 x 4096 positions is half of this."""
@@ -28,6 +29,8 @@ MAX_ELEMENTS = 1 << 25
 _VALUE = "_memopt_value"
 _ASSUMED = "_memopt_assumed"
 """Marks a value that follows from assumed choices."""
+_STALE = "_memopt_stale"
+"""Marks the storage of a value into which something unknown was written: all tensors on it are unknown then."""
 _QUESTIONS = frozenset(
     getattr(torch.Tensor, name) for name in ("__bool__", "__float__", "__index__", "__int__", "item", "tolist")
 )
@@ -49,6 +52,10 @@ _WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int
 _SHAPED_AS = frozenset({"expand_as", "reshape_as", "view_as"})
 """Functions that ask their second operand for its shape alone."""
 _ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size})
+_FILLED_AS = frozenset({"full_like", "ones_like", "zeros_like"})
+"""Functions that ask their first operand for its shape and dtype alone."""
+MAX_FILLED = 1 << 20
+"""Larger tensors that are shaped as an activation are not followed: they are activations too."""
 _RANDOM_OR_UNSET = frozenset(
     {
         "bernoulli", "bernoulli_", "dropout", "empty", "empty_like", "empty_strided", "exponential_", "multinomial",
@@ -118,6 +125,10 @@ class InputValues(TorchFunctionMode):
         if values is None and (choices := balanced(func, args, kwargs, out)) is not None:
             values, assumed = choices, True
         _keep(_tensors(out), _leaves(_typical(func, out, values)), assumed=assumed)
+        if made := _tensors(out):
+            for operand in _tensors((args, kwargs)):
+                forget_unset(operand)  # may be viewed
+            note_unset(_name(func), made)
         return out
 
     def _answered(self, func: Callable[..., Any], args: Any, kwargs: Any, values: Any) -> Any:
@@ -145,12 +156,12 @@ class InputValues(TorchFunctionMode):
 
     def _number(self, tensor: torch.Tensor) -> Any:
         """Return the number that a tensor is, if it is a whole one and known; any other tensor as it is."""
-        is_number = tensor.dim() == 0 and tensor.dtype in _WHOLE and hasattr(tensor, _VALUE)
+        is_number = tensor.dim() == 0 and tensor.dtype in _WHOLE and value_of(tensor) is not None
         return self._answer(torch.Tensor.item, (tensor,), {}) if is_number else tensor
 
     def _answer(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Return what a question to a tensor gives; raises for one whose value is not known."""
-        if not hasattr(args[0], _VALUE):
+        if value_of(args[0]) is None:
             return func(*args, **kwargs)
         self.asked_for_choices |= hasattr(args[0], _ASSUMED)
         with unset_fake_temporarily():
@@ -173,14 +184,17 @@ class InputValues(TorchFunctionMode):
         return (args[0], plain(args[1]), *args[2:])
 
     def _values(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if _name(func) in _SHAPED_AS and len(args) == 2:
-            args = (args[0], _empty_as(args[1]))
+        args = _with_shapes(_name(func), args)
         operands = _tensors((args, kwargs))
-        if not all(hasattr(t, _VALUE) for t in operands) or _name(func) in _RANDOM_OR_UNSET:
+        if func is torch.Tensor.__setitem__ and is_partly_set(args[0]) and _all_known(operands[1:]):
+            return _written(*args)
+        if operands and _writes(func):
+            forget_unset(operands[0])
+        if not _all_known(operands) or _name(func) in _RANDOM_OR_UNSET:
             if operands and _writes(func):
                 _forget(operands[0])
             return None
-        real_args, real_kwargs = tree_map_only(torch.Tensor, lambda t: getattr(t, _VALUE), (args, kwargs))
+        real_args, real_kwargs = _real((args, kwargs))
         if real_kwargs.get("device") is not None:
             real_kwargs["device"] = "cpu"
         try:
@@ -201,12 +215,37 @@ def _keep(fakes: list[torch.Tensor], values: list[torch.Tensor | None], *, assum
                 setattr(fake, _ASSUMED, True)
 
 
+def _with_shapes(name: str, args: Any) -> Any:
+    """Return arguments with a known stand-in for the operand that a function asks for its shape alone."""
+    if name in _SHAPED_AS and len(args) == 2:
+        return (args[0], _empty_as(args[1]))
+    if name in _FILLED_AS and args and args[0].numel() <= MAX_FILLED:
+        return (_empty_as(args[0]), *args[1:])
+    return args
+
+
 def _empty_as(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor of the same shape, of which nothing is known but that, and whose value takes no memory."""
     with unset_fake_temporarily():
-        shaped = torch.empty(()).expand(tensor.shape)
+        shaped = torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
         setattr(shaped, _VALUE, shaped)
     return shaped
+
+
+def _all_known(operands: list[torch.Tensor]) -> bool:
+    return all(value_of(operand) is not None for operand in operands)
+
+
+def _real(tree: Any) -> Any:
+    """Return operands with the values of their tensors, all of which are known."""
+    return tree_map_only(torch.Tensor, lambda tensor: getattr(tensor, _VALUE), tree)
+
+
+def _written(fake: torch.Tensor, index: Any, value: Any) -> None:
+    """Write known values to a tensor that was made unset, and know it if that was the last of it."""
+    known = write_known(fake, *_real((index, value)))
+    assumed = any(hasattr(operand, _ASSUMED) for operand in _tensors((fake, index, value)))
+    _keep([fake], [known], assumed=assumed)
 
 
 def _typical(func: Callable[..., Any], out: Any, values: Any) -> Any:
@@ -226,7 +265,9 @@ def _leaves(values: Any) -> list[torch.Tensor | None]:
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Return the value of a fake tensor, on the CPU, if it is known."""
-    return getattr(tensor, _VALUE, None)
+    value: torch.Tensor | None = getattr(tensor, _VALUE, None)
+    is_stale = value is not None and value.layout is torch.strided and hasattr(value.untyped_storage(), _STALE)
+    return None if is_stale else value
 
 
 def _healthy(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
@@ -250,7 +291,11 @@ def _writes(func: Callable[..., Any]) -> bool:
 
 
 def _forget(tensor: torch.Tensor) -> None:
-    if hasattr(tensor, _VALUE):
+    """Forget what a tensor and all that share its memory hold."""
+    value = getattr(tensor, _VALUE, None)
+    if value is not None:
+        if value.layout is torch.strided:
+            setattr(value.untyped_storage(), _STALE, True)
         delattr(tensor, _VALUE)
 
 

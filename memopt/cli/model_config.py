@@ -31,6 +31,10 @@ def read_config(path: Path) -> Any:
     facts = _read_json(path)
     if absurd := next((key for key in _COUNTS if isinstance(facts.get(key), int) and facts[key] < 1), None):
         raise UnreadableFileError("model config", path, f"{absurd} must be from 1, not {facts[absurd]}")
+    names = facts.get("architectures") or []
+    if not (isinstance(names, list) and all(isinstance(name, str) for name in names)):  # not every version looks inside
+        why = f"architectures must be a list or null, not {json.dumps(names)}"
+        raise UnreadableFileError("model config", path, why)
     try:
         return AutoConfig.from_pretrained(str(path), local_files_only=True)
     except StrictDataclassError as error:

@@ -45,10 +45,21 @@ def region_layers(graph: ModuleGraph) -> tuple[str, ...]:
         containers = layer_containers(graph)
     except NoLayerContainerError:
         return ()
-    layers = dict.fromkeys(layer for container in containers for layer in container.layers)
+    numbered = (layer for container in containers for layer in container.layers)
+    layers = dict.fromkeys(
+        layer for layer in numbered if graph.saved_in(layer)
+    )  # not lists of layers, which are not called
     kinds = {graph.by_fqn[layer].class_name for layer in layers}
     layers |= dict.fromkeys(node.fqn for node in graph.modules if node.class_name in kinds)
     return tuple(layer for layer in outermost_of(graph, layers) if graph.saved_in(layer))
+
+
+def parts_of_layers(graph: ModuleGraph) -> tuple[str, ...]:
+    """Return by which names layers have their parts in which something is saved."""
+    layers = set(region_layers(graph))
+    parts = (node.fqn.rpartition(".") for node in graph.modules)
+    found = [name for around, _, name in parts if around in layers and graph.saved_in(f"{around}.{name}")]
+    return tuple(dict.fromkeys(found))
 
 
 def outermost_calls(graph: ModuleGraph, fqn: str) -> tuple[ModuleCall, ...]:

@@ -80,6 +80,7 @@ class ActivationCheckpoint(Pass):
                 num_layers=len(layers),
                 num_silent=num_silent,
                 num_checkpointed=len(checkpointed),
+                num_uncalled=sum(not graph.calls_of(layer) for layer in layers),
             )
         if num_silent:
             plan = plan.note(f"{num_silent} of {len(layers)} layers save nothing for backward and stay as they are")

@@ -24,6 +24,7 @@ from memopt.ir import (
     kept_groups,
     offload_names,
 )
+from memopt.ir.region_search import parts_of_layers
 from memopt.passes.activation_checkpoint import ActivationCheckpoint
 from memopt.passes.attention_swap import AttentionSwap
 from memopt.passes.base import Pass
@@ -81,7 +82,8 @@ class FineGrainedOffload(Pass):
         found = find_groups(base, self.modules)
         if not found.keys:
             asked = [name for name in self.modules if name in found.missing]
-            raise NothingOfThatKindError("activation_offload", plan.graph.model.class_name, asked, found.has)
+            parts = parts_of_layers(plan.graph)
+            raise NothingOfThatKindError("activation_offload", plan.graph.model.class_name, asked, found.has, parts)
         for key in found.keys:
             self._check(base, key)
         swaps = {key: self._decision(Action.SWAP, why) for key, why in found.keys.items() if key not in before}

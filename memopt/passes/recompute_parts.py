@@ -5,6 +5,7 @@ from typing import ClassVar
 
 from memopt.errors import IncompatibleError, NothingOfThatKindError
 from memopt.ir import OFFLOAD, RECIPE, RECOMPUTABLE, Action, Decision, Plan, RegionKey, recomputable, recompute_names
+from memopt.ir.region_search import parts_of_layers
 from memopt.passes.base import Pass
 
 _WHY = {
@@ -38,7 +39,8 @@ class RecomputeParts(Pass):
         found = {name: recomputable(plan.graph, name) for name in self.modules}
         if not any(found.values()):
             has = [name for name in RECOMPUTABLE if recomputable(plan.graph, name)]
-            raise NothingOfThatKindError("recompute", plan.graph.model.class_name, self.modules, has)
+            parts = parts_of_layers(plan.graph)
+            raise NothingOfThatKindError("recompute", plan.graph.model.class_name, self.modules, has, parts)
         wanted = {key: self._decision(name, route) for name, keys in found.items() for key, route in keys.items()}
         if missing := [name for name, keys in found.items() if not keys]:
             plan = plan.note(f"recompute: the model has no {' or '.join(missing)} that saves anything")

@@ -22,6 +22,10 @@ _BASE = "_memopt_base"
 """The class attribute by which a generated class is known: the class that it stands in front of."""
 
 
+_FORWARDS: set[types.CodeType] = set()
+"""The code of the functions that generated classes have for a forward; each is there once."""
+
+
 class RegionForward:
     """The forward of a rewritten module as it was when it was read; looks like the function it wraps."""
 
@@ -54,6 +58,7 @@ class _ForwardProperty:
 
         self._owner = owner
         self._unbound = unbound
+        _FORWARDS.add(unbound.__code__)  # type: ignore[attr-defined]
 
     def __get__(self, module: nn.Module | None, cls: type | None = None) -> Any:
         if module is None:
@@ -115,6 +120,7 @@ def rewritten_class(
     made = types.new_class(base.__name__, (base,), exec_body=lambda namespace: namespace.update(body))
     if has_forward:
         made.forward = forward_for_compile(made, base) if compiles else _ForwardProperty(made)  # type: ignore[attr-defined]
+        _FORWARDS.update({made.forward.__code__} if compiles else ())  # type: ignore[attr-defined]
     return made
 
 
@@ -174,7 +180,18 @@ def _without_ours(cls: type) -> type:
     if bases == cls.__bases__:
         return cls
     body = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    if _wraps_ours(cls.__dict__.get("forward")):  # as GradientCheckpointingLayer wraps that of each class put on top
+        del body["forward"]
     return type(cls)(cls.__name__, bases, body)
+
+
+def _wraps_ours(forward: Any) -> bool:
+    """Tell whether a function wraps, at any depth, one that a class of ours made to stand before its own."""
+    while forward is not None:
+        if getattr(forward, "__code__", None) in _FORWARDS:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
 
 
 def _new_rewritten(base: type, *how: Any) -> nn.Module:

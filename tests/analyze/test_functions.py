@@ -114,8 +114,8 @@ def test_30b_operations_are_those_of_its_active_parameters():
     graph = memopt.analyze(AutoConfig.for_model(**facts), seq_length=64)
     active = 48 * (2048 * (4096 + 512 + 512 + 4096) + 2048 * 128 + 8 * 3 * 2048 * 768) + 2048 * 151936
     attention = 48 * 2 * 64 * 4096
-    rope = 64 * 64
-    assert graph.calls[0].flops == 2 * 64 * (active + attention) + 2 * rope
+    rope = 2 * 64 * 64  # a product of matrices, or none, by the version of transformers
+    assert graph.calls[0].flops - 2 * 64 * (active + attention) in (0, rope)
 
 
 def test_a_convolution_and_a_product_with_another_dtype_count():

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import memopt
 from memopt.analyze.build import build_graph
@@ -201,3 +202,35 @@ def test_a_dense_layer_has_no_experts_and_an_expert_layer_no_dense_mlp():
     dense, routed = (layer_regions(graph, layer) for graph in [traced("deepseek_v3")] for layer in region_layers(graph))
     assert {"mlp_fc1", "mlp_act", "mlp_fc2"} <= dense.keys() - routed.keys()
     assert {"router", "expert_fc1", "moe_act", "moe_fc2", "shared_expert"} <= routed.keys() - dense.keys()
+
+
+class Layer(nn.Module):
+    """Has attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.attention = nn.Linear(8, 8)
+
+    def forward(self, rows):
+        return self.attention(rows).sigmoid()
+
+
+class Funnel(nn.Module):
+    """Has lists of layers in its encoder's list of blocks, and layers of the same class in its decoder."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder = nn.Module(), nn.Module()
+        self.encoder.blocks = nn.ModuleList(nn.ModuleList(Layer() for _ in range(2)) for _ in range(2))
+        self.decoder.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, rows):
+        for layer in (*self.encoder.blocks[0], *self.encoder.blocks[1], *self.decoder.layers):
+            rows = layer(rows)
+        return rows
+
+
+def test_lists_of_layers_are_no_layers_though_a_container_has_them():
+    graph = memopt.analyze(Funnel(), torch.randn(4, 8), target_device="cpu")
+    blocks = [f"encoder.blocks.{block}.{number}" for block in range(2) for number in range(2)]
+    assert set(region_layers(graph)) == {*blocks, "decoder.layers.0", "decoder.layers.1"}

@@ -134,7 +134,9 @@ def test_a_model_that_needs_data_is_an_error_with_a_way_out():
         def forward(self, x):
             return x * self.inner(x).sum().item()
 
-    way_out = r"its forward asks for the values of a tensor \(\S+\); analyze it with inputs .*without labels"
+    way_out = (
+        r"its forward asks for the values of a tensor \(\S+\) in test_trace.py:135; analyze it with .*without labels"
+    )
     with pytest.raises(TraceError, match=way_out):
         memopt.analyze(Peeking(), torch.randn(2, 4))
 

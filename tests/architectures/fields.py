@@ -76,6 +76,8 @@ FIELDS: dict[str, dict] = {
     "GraniteMoeHybridForCausalLM": _LINEAR_AND_FULL,
     "HunYuanDenseV1ForCausalLM": _HEAD_DIM,
     "HunYuanMoEV1ForCausalLM": _HEAD_DIM,
+    "JambaForCausalLM": {"attn_layer_period": 2, "expert_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 1},
+    "LEDForConditionalGeneration": {"attention_window": [4, 4]},
     "Lfm2ForCausalLM": {"layer_types": ["conv", "full_attention"]},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "LongT5ForConditionalGeneration": _T5,

@@ -82,6 +82,10 @@ def _one_of_many():
     return {"pixel_values": noise(1, 3, SIZE, SIZE)}
 
 
+def _one_of_many_known():
+    return _one_of_many() | {"pixel_attention_mask": torch.ones(zoo.BATCH_SIZE, 1, dtype=torch.bool)}
+
+
 def _tiles():
     return {"pixel_values": noise(2, 3, SIZE, SIZE)}
 
@@ -113,14 +117,45 @@ def _in_a_row():
     return {"pixel_values": row, "target_sizes": torch.tensor([[4, 4]] * zoo.BATCH_SIZE)}
 
 
+def _deep_patches():
+    """Return patches of two frames, channels last, as those of Inkling."""
+    return {"pixel_values": noise(4, 2, 8, 8, 3).flatten(0, 1)}
+
+
+def _merged_patches():
+    """Return images of 1 x 2 x 2 squares of 2 x 2 patches, channels last."""
+    grids = torch.tensor([[1, 2, 2]] * zoo.BATCH_SIZE)
+    return {"pixel_values": noise(4, SIZE, SIZE, 3).flatten(0, 1), "image_grid_thw": grids}
+
+
+def _pooled():
+    """Return one crop an image, and for each of its places the four patches that are pooled there."""
+    patches = torch.arange(4 * zoo.BATCH_SIZE).view(zoo.BATCH_SIZE, 4)
+    grids = torch.tensor([[1, 1, 0, 0]] * zoo.BATCH_SIZE)
+    return {"pixel_values": noise(4, 3 * 8 * 8), "image_token_pooling": patches, "image_grids": grids}
+
+
+def _by_sides():
+    return {
+        "pixel_values": noise(4 * 4, 3 * 8 * 8).flatten(0, 1),
+        "image_grid_hw": torch.tensor([[4, 4]] * zoo.BATCH_SIZE),
+    }
+
+
 OWN = {
     "AyaVisionForConditionalGeneration": lambda: {"pixel_values": noise(3, 2 * SIZE, 2 * SIZE)},
     "DeepseekVLHybridForConditionalGeneration": lambda: {"high_res_pixel_values": noise(3, SIZE, SIZE)},
+    "FastVlmForConditionalGeneration": lambda: {"pixel_values": noise(3, 8 * SIZE, 8 * SIZE)},
     "Florence2ForConditionalGeneration": lambda: {"pixel_values": noise(3, 4 * SIZE, 4 * SIZE)},
+    "Gemma3nForConditionalGeneration": lambda: {"pixel_values": noise(3, 4 * SIZE, 4 * SIZE)},
     "Gemma4ForConditionalGeneration": _placed,
     "Gemma4UnifiedForConditionalGeneration": _placed,
+    "GraniteDoclingForConditionalGeneration": _one_of_many_known,
     "Idefics2ForConditionalGeneration": _one_of_many,
     "Idefics3ForConditionalGeneration": _one_of_many,
+    "Inkling2ForConditionalGeneration": _merged_patches,
+    "Inkling2LoopForConditionalGeneration": _merged_patches,
+    "InklingForConditionalGeneration": _deep_patches,
     "InstructBlipForConditionalGeneration": lambda: {"qformer_input_ids": zoo.words()["input_ids"]},
     "Kimi_K25ForConditionalGeneration": _separate_patches,
     "Lfm2VlForConditionalGeneration": _shaped,
@@ -130,10 +165,16 @@ OWN = {
     "LlavaNextVideoForConditionalGeneration": _tiles,
     "LlavaOnevisionForConditionalGeneration": _tiles,
     "Granite4VisionForConditionalGeneration": _tiles,
+    "MiniCPMOcrForConditionalGeneration": _in_a_row,
     "MiniCPMV4_6ForConditionalGeneration": _in_a_row,
+    "MiniCPMV4_7ForConditionalGeneration": _in_a_row,
     "ModernVBertForMaskedLM": _one_of_many,
+    "Molmo2ForConditionalGeneration": _pooled,
+    "NemotronH_Omni_Reasoning_V3": _by_sides,
     "PaddleOCRVLForConditionalGeneration": lambda: {"pixel_values": noise(4 * 4, 3, 8, 8).flatten(0, 1)},
+    "PerceptionLMForConditionalGeneration": lambda: {"pixel_values": noise(1, 3, 28, 28)},
     "SmolVLMForConditionalGeneration": _one_of_many,
+    "UltraVBertForMaskedLM": _one_of_many,
     "VideoLlama3ForConditionalGeneration": lambda: {"image_merge_sizes": torch.tensor([2] * zoo.BATCH_SIZE)},
     "VideoLlavaForConditionalGeneration": lambda: {"pixel_values_images": noise(3, SIZE, SIZE)},
 }

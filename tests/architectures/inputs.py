@@ -59,7 +59,8 @@ def drafted():
     positions = torch.arange(zoo.SEQ_LENGTH).expand(zoo.BATCH_SIZE, -1)
     keys, values = (torch.randn(zoo.BATCH_SIZE, 2, zoo.SEQ_LENGTH, 8, generator=generator) for _ in range(2))
     states = {kind: (keys, values) for kind in ("full_attention", "sliding_attention")}
-    return {"inputs_embeds": embeddings, "position_ids": positions, "shared_kv_states": states}
+    kept = {"logits_to_keep": torch.arange(zoo.SEQ_LENGTH)}
+    return {"inputs_embeds": embeddings, "position_ids": positions, "shared_kv_states": states} | kept
 
 
 def patched():
@@ -145,6 +146,11 @@ def acting():
     }
 
 
+def spoken():
+    """Return words, and for each as much of a sound as is put on top of it."""
+    return zoo.words() | {"input_features": images.noise(128, 8 * zoo.SEQ_LENGTH)}
+
+
 def written():
     return said_of() | {"decoder_input_ids": zoo.words()["input_ids"]}
 
@@ -196,6 +202,7 @@ INPUTS = {
     "Pix2StructForConditionalGeneration": flattened,
     "UdopForConditionalGeneration": laid_out,
     "VisionEncoderDecoderModel": said_of,
+    "VoxtralRealtimeForConditionalGeneration": spoken,
     "WhisperForCausalLM": heard,
 }
 """By class; those that are not here are trained with words."""

@@ -10,6 +10,11 @@ from tests.architectures.images import noise, num_places, with_places
 NUM_FRAMES = {"Qwen3ASRForConditionalGeneration": 100}
 """By class, where it is not 24."""
 
+LENGTH_FIRST = frozenset({"Nemotron3_5TranscribeForConditionalGeneration"})
+_CONFIGS = ("audio_config", "encoder_config", "acoustic_tokenizer_encoder_config")
+NUM_SAMPLES = 96
+"""Of a sound that is taken as it is."""
+
 
 def takes_sound(model):
     """Return whether a model is of sound and words, and puts what it makes of one in the places of a token."""
@@ -29,17 +34,24 @@ def _listener(model):
 
 
 def _audio(model):
-    return getattr(model.config, "audio_config", None) or getattr(model.config, "encoder_config", None)
+    found = (getattr(model.config, name, None) for name in _CONFIGS)
+    audio = next((config for config in found if config is not None), None)
+    return getattr(audio, "asr_config", audio)
 
 
 def _sounds(model):
     """Return what the model takes of features and of the mask that says which are there."""
     audio, takes = _audio(model), inspect.signature(model.forward).parameters.keys()
+    if "input_values" in takes:
+        return {"input_values": noise(1, NUM_SAMPLES)}
     length = NUM_FRAMES.get(type(model).__name__, 24)
     width = None if hasattr(audio, "input_dim") else audio.num_mel_bins
     features = noise(width, length) if width else noise(length, audio.input_dim)
+    if type(model).__name__ in LENGTH_FIRST:
+        features = features.transpose(1, 2).contiguous()
     there = torch.ones(zoo.BATCH_SIZE, length, dtype=torch.long)
-    found = {"input_features": features, "input_features_mask": there, "feature_attention_mask": there}
+    masks = dict.fromkeys(("input_features_mask", "feature_attention_mask", "padding_mask"), there)
+    found = {"input_features": features} | masks
     if width is None:
         found["input_features_mask"] = None
     return {key: value for key, value in found.items() if key in takes and value is not None}

@@ -1,31 +1,20 @@
 """Try every class of all families, each in a process of its own: ``python -m tests.architectures.sweep``."""
 
 import argparse
-import json
 import multiprocessing
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
-from transformers.models.auto import modeling_auto
+import torch
+import transformers
 
+from tests.architectures.families import FAMILIES, classes_of
+from tests.architectures.sweeps import Sweep
 from tests.architectures.table import page
 from tests.architectures.trial import Outcome, Row, failure, try_class
 
-FAMILIES = {
-    "causal-lm": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
-    "seq-to-seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
-    "masked-lm": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "vision-language": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
-}
-"""Name of a family -> the table of transformers that registers its classes."""
 TIMEOUT_S = 180
 BUGS = frozenset({"WRONG", "CRASH", "differs", "timeout"})
-
-
-def classes_of(family):
-    """Return the names of a family's classes, sorted, each once."""
-    return sorted(set(getattr(modeling_auto, FAMILIES[family]).values()))
 
 
 def row_in_process(name, timeout_s=TIMEOUT_S):
@@ -61,24 +50,33 @@ def rows_of(names):
         yield row
 
 
+def swept(families):
+    """Return the sweep over classes by family, each tried once."""
+    rows = {row.name: row for row in rows_of(sorted({name for names in families.values() for name in names}))}
+    found = {family: [rows[name] for name in names] for family, names in families.items()}
+    return Sweep(torch.__version__, transformers.__version__, found)
+
+
 def main(arguments=None):
     """Run the command and return how many outcomes are bugs, at most 255."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", choices=FAMILIES, nargs="+", default=list(FAMILIES))
+    parser.add_argument("--family", choices=FAMILIES, nargs="+", default=FAMILIES)
     parser.add_argument("--only", nargs="+", metavar="CLASS", help="try these classes")
     parser.add_argument("--output", type=Path, help="write the page here, not to stdout")
     parser.add_argument("--json", type=Path, help="write the rows, with tracebacks")
+    parser.add_argument("--rows", type=Path, metavar="JSON", help="try nothing: take the rows that --json wrote")
+    parser.add_argument("--beside", type=Path, metavar="JSON", help="say too what is other in rows of another version")
     options = parser.parse_args(arguments)
     chosen = {"chosen": options.only} if options.only else {family: classes_of(family) for family in options.family}
-    rows = {row.name: row for row in rows_of(sorted({name for names in chosen.values() for name in names}))}
-    text = page({family: [rows[name] for name in names] for family, names in chosen.items()})
+    sweep = Sweep.read(options.rows) if options.rows else swept(chosen)
+    text = page(sweep, beside=options.beside and Sweep.read(options.beside))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows.values()], indent=1))
+        sweep.write(options.json)
     if options.output:
         options.output.write_text(text)
     else:
         print(text)
-    return min(255, sum(o.word in BUGS for row in rows.values() for o in row.outcomes().values() if o))
+    return min(255, sum(o.word in BUGS for row in sweep.rows() for o in row.outcomes().values() if o))
 
 
 if __name__ == "__main__":

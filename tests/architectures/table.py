@@ -2,9 +2,6 @@
 
 from collections import Counter
 
-import torch
-import transformers
-
 from tests.architectures.trial import EXACT, MODES
 
 COLUMNS = ("plain", "trace", *MODES)
@@ -12,10 +9,14 @@ INTRODUCTION = """\
 # Which architectures train as before
 
 This page is written by `python -m tests.architectures.sweep --output docs/architectures.md`, with torch {torch} and
-transformers {transformers}, on a CPU in float32. Each class is built tiny, by `tests/architectures/shrink.py` and the fields
-in `tests/architectures/fields.py`, trained with the words (and what else it wants) of `tests/architectures/inputs.py`,
-without a cache, and tried in a process of its own; models of images and of sound get an image or a sound too, as
-`tests/architectures/images.py` and `sounds.py` make them. A class of two families is tried once and is in both tables.
+transformers {transformers}, on a CPU in float32. For its last section run it with `--json OTHER.json` where another
+transformers is installed, and then here with `--beside OTHER.json`.
+
+Each class is built tiny, by `tests/architectures/shrink.py` and the fields in `tests/architectures/fields.py`, trained with
+the words (and what else it wants) of `tests/architectures/inputs.py`, without a cache, and tried in a process of its own;
+models of images and of sound get an image or a sound too, as `tests/architectures/images.py` and `sounds.py` make them.
+A class of two families is tried once and is in both tables; those with a state instead of attention, or beside it, are
+a family too.
 
 - *plain*: two training steps of the model as it is, and the same again. `exact` if they agree bit for bit.
 - *trace*: `exact` if what the fake trace says of every saved tensor (owner, operation, shape, strides but those of one
@@ -29,17 +30,35 @@ without a cache, and tried in a process of its own; models of images and of soun
 """
 
 
-def page(families):
-    """Return the page of rows by family: totals of all first, then those of each family and its classes, sorted."""
-    families = {family: sorted(rows, key=lambda row: row.name) for family, rows in families.items()}
-    every = sorted({row.name: row for rows in families.values() for row in rows}.values(), key=lambda row: row.name)
-    head = INTRODUCTION.format(torch=torch.__version__, transformers=transformers.__version__, modes="*, *".join(MODES))
-    sections = [line for family, rows in families.items() for line in _section(family, rows)]
-    return "\n".join((head, *_totals(every), "", *sections, *_reasons(every), ""))
+def page(sweep, *, beside=None):
+    """Return the page of a sweep: totals, each family's classes, what is other in a sweep beside it, and reasons."""
+    head = INTRODUCTION.format(torch=sweep.torch, transformers=sweep.transformers, modes="*, *".join(MODES))
+    sections = [line for family, rows in sweep.families.items() for line in _section(family, rows)]
+    reasons = ("## Reasons", *_reasons(sweep.rows()), "")
+    others = () if beside is None else _beside(sweep, beside)
+    return "\n".join((head, *_totals(sweep.rows()), "", *sections, *reasons, *others))
+
+
+def _beside(sweep, other):
+    """Return the totals of another sweep, its rows that this one lacks or has otherwise, and which it lacks."""
+    known, found = ({row.name: row for row in each.rows()} for each in (sweep, other))
+    new = [row for name, row in found.items() if name not in known]
+    changed = [row for name, row in found.items() if name in known and _words(row) != _words(known[name])]
+    yield from (f"## With transformers {other.transformers}", "", *_totals(other.rows()), "")
+    for what, rows in (("new", new), ("otherwise than above", changed)):
+        yield from (f"{len(rows)} classes are {what}{':' if rows else '.'}", "")
+        if rows:
+            yield from (*_table(rows), *_reasons(rows), "")
+    gone = sorted(known.keys() - found.keys())
+    yield from (f"{len(gone)} classes are gone{': ' if gone else ''}{', '.join(gone)}.", "")
+
+
+def _words(row):
+    return {column: outcome and outcome.word for column, outcome in row.outcomes().items()}
 
 
 def _section(family, rows):
-    return f"## {family}", "", *_totals(rows), "", *_table(rows), ""
+    return f"## {family}", "", *_totals(rows), "", *_table(sorted(rows, key=lambda row: row.name)), ""
 
 
 def _totals(rows):
@@ -67,6 +86,5 @@ def _reasons(rows):
             if outcome and outcome.why:
                 reason = (outcome.word, outcome.why.replace(row.name, "CLASS"))
                 where.setdefault(reason, []).append(f"{row.name} ({column})")
-    yield "## Reasons"
     for (word, why), found in sorted(where.items()):
         yield f"\n**{word}**: {why}\n\n: {', '.join(found)}"

@@ -1,8 +1,9 @@
 """Try one class: trace it, run it, rewrite it in every mode, and say what came of each."""
 
 import functools
+import logging
 import traceback
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from unittest import mock
 
@@ -153,7 +154,10 @@ def _first_difference(what, fakes, reals):
 
 def _tried(model, inputs, want, graph, config):
     try:
-        with mock.patch.object(policy, "MIN_SWAP_TENSOR_BYTES", 1):  # tiny models save tiny tensors
+        with (
+            mock.patch.object(policy, "MIN_SWAP_TENSOR_BYTES", 1),
+            _warnings() as told,
+        ):  # tiny models save tiny tensors
             handle = memopt.apply(model, memopt.plan(graph, **config))
             copied = functools.partial(finish_copies, model)  # so that whatever is swapped really leaves
             got = [step(model, inputs, seed, before_backward=copied) for seed in range(len(want))]
@@ -163,7 +167,21 @@ def _tried(model, inputs, want, graph, config):
         return Outcome("WRONG", _listed(found))
     stats = handle.stats()
     worked = stats.copied_out_bytes or stats.replayed_calls
-    return Outcome(EXACT) if worked else Outcome("none", "nothing was moved or replayed")
+    return Outcome(EXACT) if worked else Outcome("none", ": ".join(("nothing was moved or replayed", *told)))
+
+
+@contextmanager
+def _warnings():
+    """Yield a list that gets what memopt warns of, each once."""
+    told = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage()) if record.getMessage() not in told else None
+    logger = logging.getLogger("memopt")
+    logger.addHandler(handler)
+    try:
+        yield told
+    finally:
+        logger.removeHandler(handler)
 
 
 def _listed(names, most=4):

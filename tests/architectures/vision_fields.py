@@ -1,5 +1,7 @@
 """Fields by class, as those of `fields`, of models of images and of sound."""
 
+from tests.architectures.fields import FIELDS
+
 _SECTIONS = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 _TEXT_SECTIONS = {"text_config": {"rope_parameters": _SECTIONS}}
 _WIDE_WINDOW = {"vision_config": {"window_size": 16}}
@@ -9,6 +11,7 @@ _QUERIES = {"num_query_tokens": 4, "image_token_index": 10, "text_config": {"wor
 _CODES = {"<image>": 10, **{f"IMGIMG{letter}Z": 20 + n for n, letter in enumerate("ABCDEFGH")}}
 _LINEAR_AND_FULL = {"text_config": {"layer_types": ["linear_attention", "full_attention"]}}
 _DEEPSTACK = {"vision_config": {"deepstack_visual_indexes": [0, 1]}}
+_CODER = {"hidden_size": 8, "num_filters": 4, "downsampling_ratios": [2, 4], "depths": [1, 1, 1]}
 _SOFT_PATCHES = {
     "vision_config": {
         "model_type": "gemma4_vision", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -41,9 +44,21 @@ VISION_FIELDS: dict[str, dict] = {
     },
     "Ernie4_5_VLMoeForConditionalGeneration": _TEXT_SECTIONS,
     "Exaone4_5_ForConditionalGeneration": _WIDE_WINDOW,
+    "FastVlmForConditionalGeneration": {
+        "vision_config": {
+            "model_type": "timm_wrapper", "architecture": "fastvit_mci3", "do_pooling": True, "hidden_size": 256,
+            "model_args": {"layers": [1, 1, 1, 1, 1], "embed_dims": [8, 16, 32, 64, 128]},
+        },
+    },
     "Florence2ForConditionalGeneration": {
         "vision_config": {
             "embed_dim": [16, 16, 16, 16], "num_heads": [2, 2, 2, 2], "num_groups": [2, 2, 2, 2], "depths": [1, 1, 1, 1],
+        },
+    },
+    "Gemma3nForConditionalGeneration": {
+        "text_config": FIELDS["Gemma3nForCausalLM"], "vision_soft_tokens_per_image": 4,
+        "vision_config": {
+            "hidden_size": 2048, "model_args": {"channel_multiplier": 1 / 16, "msfa_output_resolution": 2},
         },
     },
     "Gemma4ForConditionalGeneration": _SOFT_PATCHES,
@@ -62,7 +77,8 @@ VISION_FIELDS: dict[str, dict] = {
     "GlmOcrForConditionalGeneration": _TEXT_SECTIONS,
     "Granite4VisionForConditionalGeneration": _TILED | {
         "text_config": {"model_type": "granite"}, "deepstack_layer_map": [[-1, 0]], "downsample_rate": "1/2",
-        "vision_feature_select_strategy": "full", "qformer_config": {"encoder_hidden_size": 32},
+        "vision_feature_select_strategy": "default", "qformer_config": {"encoder_hidden_size": 64},
+        "vision_config": {"hidden_size": 64},
     },
     "GraniteSpeechForConditionalGeneration": {"window_size": 10},
     "GraniteSpeechPlusForConditionalGeneration": {"window_size": 10},
@@ -70,9 +86,11 @@ VISION_FIELDS: dict[str, dict] = {
         "text_config": {"head_dim": 8, "rope_parameters": _SECTIONS | {"mrope_section": [1, 1, 1, 1]}},
     },
     "IdeficsForVisionText2Text": {"freeze_text_layers": False, "freeze_vision_layers": False},
+    "InklingForConditionalGeneration": {"vision_config": {"n_layers": 5}},  # as many as there are scales
     "InstructBlipForConditionalGeneration": _QUERIES,
     "InstructBlipVideoForConditionalGeneration": _QUERIES | {"video_token_index": 10},
     "InternVLForConditionalGeneration": _LISTED,
+    "JanusForConditionalGeneration": {"vq_config": {"num_embeddings": 8}},  # else the largest table of all
     "Kimi_K25ForConditionalGeneration": {"projection_hidden_size": 32},
     "Kosmos2ForConditionalGeneration": {"latent_query_num": 4},
     "Kosmos2_5ForConditionalGeneration": {"latent_query_num": 4, "vision_config": {"patch_embed_hidden_size": 48}},
@@ -105,6 +123,15 @@ VISION_FIELDS: dict[str, dict] = {
         },
     },
     "PaddleOCRVLForConditionalGeneration": _TEXT_SECTIONS,
+    "PerceptionLMForConditionalGeneration": {
+        "vision_config": {
+            "model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336", "do_pooling": False,
+            "model_args": {
+                "embed_dim": 32, "depth": 2, "num_heads": 4, "img_size": [28, 28], "ref_feat_shape": [2, 2],
+                "global_pool": "", "use_post_transformer_norm": False, "init_values": 0.1,
+            },
+        },
+    },
     "Pix2StructForConditionalGeneration": {
         "text_config": {"decoder_start_token_id": 0}, "vision_config": {"patch_embed_hidden_size": 48, "seq_len": 64},
     },
@@ -126,6 +153,9 @@ VISION_FIELDS: dict[str, dict] = {
     },
     "Step3p7ForConditionalGeneration": {"text_config": {"sliding_window": 4}},
     "UdopForConditionalGeneration": {"decoder_start_token_id": 0},
+    "VibeVoiceAsrForConditionalGeneration": {
+        "acoustic_tokenizer_encoder_config": _CODER, "semantic_tokenizer_encoder_config": _CODER,
+    },
     "VideoLlavaForConditionalGeneration": {"vision_feature_layer": -1},
     "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-2, -1]},
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 import pytest
 from transformers import Trainer, TrainingArguments
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 import memopt
 from memopt.errors import IncompatibleError
@@ -9,6 +10,7 @@ from tests.cases.rewriting import assert_identical, batch, small_llama, stats_of
 
 MODES = ("full", "selective")
 STEPS, ACCUMULATED, LAYERS = 3, 2, 2
+IN_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 
 
 def fitted(model, folder, **options):
@@ -51,11 +53,14 @@ def test_it_trains_as_without(mode, when, tmp_path):
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointing_that_the_trainer_turns_on_on_top_is_exact(mode, reentrant, tmp_path):
-    """The regions leave it to torch; inside a reentrant checkpoint they work once it runs the layer with gradients."""
+    """The regions leave it to torch; inside a reentrant checkpoint they work once it runs the layer with gradients.
+
+    Where transformers checkpoints in a layer's forward, only if that is the outermost one, it leaves it to the regions.
+    """
     model = model_with(mode, batch(9))
     options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": reentrant}}
     assert_fits_alike(model, tmp_path, **options)
-    assert stats_of(model).replayed_calls == (STEPS * ACCUMULATED * LAYERS if reentrant else 0)
+    assert stats_of(model).replayed_calls == (STEPS * ACCUMULATED * LAYERS if reentrant or IN_FORWARD else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)

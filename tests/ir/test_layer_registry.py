@@ -123,6 +123,9 @@ def shrink(config):
         for key in ("num_hidden_layers", "depth"):
             if hasattr(part, key):
                 setattr(part, key, num_layers)
+        if getattr(part, "num_kv_shared_layers", None) is not None:  # newer versions see whether these agree
+            part.num_kv_shared_layers = 0
+            part.layer_types = part.layer_types[:num_layers]
     audio = getattr(config, "audio_config", None)
     for key in ("num_hidden_layers", "conf_num_hidden_layers"):
         if hasattr(audio, key):

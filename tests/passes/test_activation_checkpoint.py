@@ -271,6 +271,18 @@ def test_layers_that_the_model_checkpoints_itself():
     )
 
 
+def test_layers_whose_forward_is_called_and_not_they():
+    graph = graph_of(*layers(), build=NATIVE)
+    uncalled = replace(graph, calls=tuple(replace(call, fqn="") for call in graph.calls))
+    with pytest.raises(NothingToCheckpointError) as error:
+        ActivationCheckpoint().run(Plan(graph=uncalled))
+    assert str(error.value) == (
+        "activation_checkpoint found nothing to recompute in LlamaForCausalLM: 2 of its 2 layers save nothing for "
+        "backward, 2 of them because no step calls them, or their forward is called without its hooks; have the model "
+        "call layer(...), not layer.forward(...), or set activation_checkpoint to off"
+    )
+
+
 @pytest.mark.parametrize("parts", [("self_attn",), ("mixer",)])
 def test_layers_whose_parts_may_not_run_twice(parts):
     with pytest.raises(NothingToCheckpointError, match=r"0 of its 2 layers .* have no part that may run twice"):

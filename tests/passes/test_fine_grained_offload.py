@@ -99,9 +99,25 @@ def test_a_region_that_no_layer_has_is_noted_where_others_are_there():
     )
 
 
+def test_parts_of_other_names_are_told():
+    layers = [mib_save(f"model.layers.{n}.{part}") for n in range(2) for part in ("norm", "mixer.in", "mixer.out")]
+    graph = graph_of(*layers, build=Build(class_name="MambaForCausalLM", classes={"layers": "ModuleList"}))
+    for pass_, what in ((FineGrainedOffload(modules=("core_attn",)), "core_attn"), (RecomputeParts(), "layernorm")):
+        with pytest.raises(NothingOfThatKindError) as error:
+            pass_.run(Plan(graph=graph))
+        assert str(error.value).partition("found ")[2] == (
+            f"no {what} in MambaForCausalLM; its layers have parts of other names: norm, mixer; move what one saves by "
+            "activation_offload of module:*.mixer, or recompute whole layers by activation_checkpoint"
+        )
+    assert actions(offloaded("module:*.mixer", margin=0, plan=Plan(graph=graph)))
+
+
 def test_a_model_without_layers_knows_patterns_only():
     plan = Plan(graph=graph_of(mib_save("body.mlp"), mib_save("body.head")))
-    with pytest.raises(NothingOfThatKindError, match="it found no layers; try module:PATTERN"):
+    with pytest.raises(
+        NothingOfThatKindError,
+        match="found no layers in which anything is saved; try activation_off",
+    ):
         offloaded("core_attn", plan=plan)
     assert actions(offloaded("module:body.*", margin=0, plan=plan)) == {
         "body.mlp:module:": "swap",

@@ -1,6 +1,5 @@
 """Each sentence of advice: with its number where the prediction calls for it, and absent where it does not."""
 
-
 import pytest
 
 from memopt.ir import Phase

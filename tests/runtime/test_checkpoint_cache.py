@@ -10,6 +10,7 @@ from transformers import DynamicCache, PretrainedConfig
 
 import memopt
 from memopt.passes.activation_checkpoint import DOWNGRADED
+from memopt.runtime.replay.cache import holds_keys
 from tests import zoo
 from tests.runtime.checkpoints import MODES, calls, checkpointed, collected, plan_of
 
@@ -73,15 +74,34 @@ def test_training_with_the_cache_on_is_training_with_it_off(name, mode):
     assert calls(handle)[0] == calls(handle)[1] == 2 * len(handle.plan.decisions)
 
 
+def said(caplog):
+    """Return what memopt said; newer versions of transformers say something of their own."""
+    return [record for record in caplog.records if record.name == "memopt"]
+
+
+def test_a_layer_of_which_a_cache_knows_nothing_is_not_in_it():
+    """Newer versions of transformers answer no question about a layer that borrows the keys of another."""
+
+    class Cache:
+        def get_seq_length(self, layer_idx=0):
+            raise ValueError("this layer is a DummyLayer")
+
+        has_previous_state = update = get_seq_length
+
+    layer = nn.Linear(4, 4)
+    layer.layer_idx = 2
+    assert not holds_keys(layer, (torch.ones(1), Cache()), {})
+
+
 def test_a_cache_that_stays_empty_is_told_of_once_for_each_model(mode, caplog):
     inputs = {"input_ids": zoo.batch("llama")["input_ids"]}
     for number in (1, 2):
         model, _ = checkpointed(zoo.ZOO["llama"](), mode, **inputs, use_cache=False)
         model(**inputs, use_cache=False)
-        assert len(caplog.records) == number - 1
+        assert len(said(caplog)) == number - 1
         for _ in range(2):
             assert model(**inputs, use_cache=True).past_key_values.get_seq_length() == 0
-            assert [record.name for record in caplog.records] == ["memopt"] * number
+            assert len(said(caplog)) == number
     assert "use_cache=True is incompatible with activation checkpointing" in caplog.text
     assert "pass use_cache=False" in caplog.text
 
@@ -92,7 +112,7 @@ def test_a_cache_that_holds_keys_is_told_of_once(mode, caplog):
     model, handle = checkpointed(zoo.ZOO["llama"](), mode, **inputs)
     for _ in range(2):
         prefix_step(model, inputs)
-        assert [record.name for record in caplog.records] == ["memopt"]
+        assert len(said(caplog)) == 1
     assert (
         "layers whose cache holds keys already (a prefix, a prompt), or is read by other layers, are not checkpointed"
         in caplog.text

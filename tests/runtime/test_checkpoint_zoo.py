@@ -45,6 +45,11 @@ def assert_alike(plain, model, name, seed):
     assert zoo.differing(zoo.train_step(plain, inputs, seed), zoo.train_step(model, inputs, seed)) == []
 
 
+def any_grad(module):
+    """Return whether a backward came by: not at the last layer of a tower, where an earlier one is what counts."""
+    return any(p.grad is not None for p in module.parameters())
+
+
 @pytest.mark.parametrize("name", zoo.ZOO)
 def test_training_is_the_same_bit_for_bit_and_after_undo(name, mode):
     plain, model = zoo.ZOO[name](), zoo.ZOO[name]()
@@ -55,7 +60,9 @@ def test_training_is_the_same_bit_for_bit_and_after_undo(name, mode):
     for seed in range(2):
         assert_alike(plain, model, name, seed)
     stats = handle.stats()
-    assert stats.checkpointed_calls == stats.replayed_calls == 2 * num_regions
+    unused = [key for key in handle.plan.decisions if not any_grad(plain.get_submodule(key.fqn))]
+    assert stats.checkpointed_calls == 2 * num_regions
+    assert stats.replayed_calls == 2 * (num_regions - len(unused)) > 0
     assert (stats.kept_results_bytes > 0) == (mode == "selective")
     assert stats.registered_tensors == 0, "nothing is swapped"
     handle.undo()

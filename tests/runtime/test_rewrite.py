@@ -1,6 +1,7 @@
 """Rewriting a live model: names, keys, copies, patches and undo."""
 
 import copy
+import functools
 import io
 import pickle
 import re
@@ -14,6 +15,7 @@ from torch import nn
 import memopt
 from memopt.errors import IncompatibleError, PlanMismatchError, RequestError, RewriteError
 from memopt.runtime import apply as runtime_apply
+from memopt.runtime.rewrite import is_rewritten, restore_module, rewritten_class
 from tests import models
 from tests.runtime.steps import SWAP, assert_equal_steps, step
 
@@ -87,6 +89,31 @@ def test_undo_leaves_a_class_that_was_put_on_top(inputs):
     assert attention.marker == "on top"
     assert type(attention).__mro__[:3] == (type(attention), OnTop, models.Attention)
     assert_equal_steps(models.SharedAttention(), model, inputs, steps=1)
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_undo_below_a_class_whose_forward_was_wrapped_as_it_was_put_on_top(compiles):
+    """So does GradientCheckpointingLayer in newer versions of transformers, also with the classes that FSDP2 makes."""
+
+    class Wrapping(nn.Module):
+        def __init_subclass__(cls):
+            forward = cls.forward
+
+            @functools.wraps(forward)
+            def wrapped(self, x):
+                return forward(self, x)
+
+            cls.forward = wrapped
+
+    class Layer(Wrapping):
+        def forward(self, x):
+            return x + 1
+
+    layer = Layer()
+    layer.__class__ = type("Top", (rewritten_class(Layer, compiles),), {"marker": "on top"})
+    assert layer(1) == 2
+    restore_module(layer)
+    assert (layer(1), layer.marker, is_rewritten(layer)) == (2, "on top", False)
 
 
 def fused(self, x):

@@ -4,6 +4,7 @@ import functools
 import logging
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -90,4 +91,6 @@ def _length(cache: Any, layer: int | None) -> int:
     try:
         return int(cache.get_seq_length() if layer is None else cache.get_seq_length(layer))
     except ValueError:  # transformers refuses to count what a layer of linear attention has seen
-        return int(cache.has_previous_state(layer))
+        with suppress(ValueError):  # and has nothing of a layer that borrows the keys of another
+            return int(cache.has_previous_state(layer))
+        return 0
