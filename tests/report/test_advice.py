@@ -13,6 +13,7 @@ from memopt.report.advice import (
     loss_sentence,
     optimizer_sentence,
     room_sentence,
+    tight_sentence,
     unreached_sentence,
     window_sentence,
 )
@@ -206,3 +207,13 @@ def test_no_plan_makes_it_fit():
 @pytest.mark.parametrize(("plan", "device_gib"), [(SWAP, 48), (NO_PLAN, None), (NO_PLAN, 63)])
 def test_it_fits_or_there_is_a_plan(plan, device_gib):
     assert room_sentence(plan, memory_of(usual_step(), device_gib=device_gib)) == ""
+
+
+def test_what_fits_narrowly_may_still_fail():
+    text = tight_sentence(NO_PLAN, memory_of(usual_step(), device_gib=64))
+    assert text.startswith("It fits by 1.00 GiB, and may still fail")
+
+
+@pytest.mark.parametrize("device_gib", [None, 62, 70])
+def test_what_fits_well_or_not_at_all_is_no_narrow_matter(device_gib):
+    assert tight_sentence(NO_PLAN, memory_of(usual_step(), device_gib=device_gib)) == ""
