@@ -27,7 +27,7 @@ def measure_device(device: torch.device) -> DeviceProfile:
         bytes_per_second=_memory_rate(device),
         copy_out_bytes_per_second=out_rate,
         copy_in_bytes_per_second=in_rate,
-        library_bytes=_library_bytes(device),
+        library_bytes=library_bytes(device),
         launch_us=_launch_us(device),
         is_measured=True,
     )
@@ -51,7 +51,7 @@ def _copy_rates(device: torch.device) -> tuple[float, float]:
     return out, _COPY_BYTES / _seconds(lambda: there.copy_(here, non_blocking=True), device)
 
 
-def _library_bytes(device: torch.device) -> int:
+def library_bytes(device: torch.device) -> int:
     """Return what stays allocated after a forward and a backward through a product, when all workspaces were dropped."""
     layer, rows = (
         nn.Linear(256, 256, device=device, dtype=torch.bfloat16),

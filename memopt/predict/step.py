@@ -69,9 +69,10 @@ class FakeSteps:
     def _backward(self, loss: torch.Tensor) -> None:
         """Go through the graph; not by `backward`, which would take the modes that the trace needs off the stack."""
         engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        engine.run_backward(
-            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-        )
+        with torch.autograd.set_multithreading_enabled(False):  # a device's own thread would not know of the prediction
+            engine.run_backward(
+                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
     def _came_back(self, target: torch.Tensor) -> None:
         self._mode.live.is_for(target, Use.ACTIVATIONS)

@@ -3,13 +3,14 @@
 import gc
 import json
 import os
+from dataclasses import replace
 
 import pytest
 import torch
 
 import memopt
 from memopt.ir import DEVICES, find_device
-from memopt.predict.measure import measure_device
+from memopt.predict.measure import library_bytes, measure_device
 from tests import models
 from tests.runtime.offloads import PARADIGM
 
@@ -44,11 +45,13 @@ def test_the_allocator_hands_out_what_is_foretold(config, optimizer):
     gc.collect()
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
+    device = replace(DEVICES["h200"], library_bytes=library_bytes(CUDA))  # CUBLAS_WORKSPACE_CONFIG changes it
+    torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()
     model = models.qwen3_moe().to(CUDA, torch.bfloat16)
     inputs = {name: tensor.to(CUDA) for name, tensor in BATCH.items()} | {"use_cache": False}
     plan = memopt.plan(memopt.analyze(model, inputs), config)
-    foretold = memopt.predict(plan, model, inputs, optimizer=optimizer)
+    foretold = memopt.predict(plan, model, inputs, optimizer=optimizer, device=device)
     if config:
         memopt.apply(model, plan)
     trained = torch.optim.AdamW(model.parameters(), fused=optimizer == "adamw-fused" or None)
