@@ -64,7 +64,7 @@ class FakeSteps:
 
     def _forward(self) -> torch.Tensor:
         with self._run.autocasting():
-            return _loss_of(self._run.twin(*self._run.args, **self._run.kwargs))
+            return loss_of(self._run.twin(*self._run.args, **self._run.kwargs))
 
     def _backward(self, loss: torch.Tensor) -> None:
         """Go through the graph; not by `backward`, which would take the modes that the trace needs off the stack."""
@@ -78,7 +78,7 @@ class FakeSteps:
         self._mode.live.is_for(target, Use.ACTIVATIONS)
 
 
-def _loss_of(output: Any) -> torch.Tensor:
+def loss_of(output: Any) -> torch.Tensor:
     """Return the loss, else the mean of the first tensor."""
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):

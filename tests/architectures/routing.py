@@ -16,5 +16,5 @@ class BalancedRouting(TorchFunctionMode):
     @staticmethod
     @torch.no_grad()
     def _balance(indices, scores, k, dim=-1, **options):
-        rows = indices.movedim(dim, -1)
+        rows = indices.data.movedim(dim, -1)  # its version stays: it may be saved for backward
         rows.copy_((torch.arange(rows.numel()) % scores.shape[dim]).view(rows.shape))

@@ -19,6 +19,7 @@ from memopt.passes import AttentionSwap
 from memopt.runtime import finish_copies
 from tests import zoo
 from tests.architectures.inputs import batch, loss_of
+from tests.architectures.memory import wrong_peaks
 from tests.architectures.routing import BalancedRouting
 from tests.architectures.shrink import class_named, tiny_model
 from tests.runtime.offloads import PARADIGM
@@ -30,6 +31,7 @@ MODES = {
     "selective": {"activation_checkpoint": "selective"},
     "fine-grained": PARADIGM,
 }
+MEMORY = "memory"
 NUM_STEPS = 2
 BALANCED = "with the choices of routers balanced in the real run too, as the trace takes them to be and says"
 
@@ -77,6 +79,7 @@ def try_class(name):
         return Row(name, Outcome(EXACT), refusal(error))
     trace = _compared(tiny_model(class_named(name)), inputs, graph)
     modes = {mode: _tried(tiny_model(class_named(name)), inputs, want, graph, config) for mode, config in MODES.items()}
+    modes[MEMORY] = _foretold(lambda: tiny_model(class_named(name)), graph)
     return Row(name, Outcome(EXACT), trace, modes, _trained(plain))
 
 
@@ -137,6 +140,15 @@ def _compared(model, inputs, fake):
     if uncounted != [real.calls, real.functions]:
         return Outcome("differs", "what calls and functions take and return")
     return Outcome(EXACT, BALANCED if assumes_balance else "")
+
+
+def _foretold(build, graph):
+    """Return whether the peaks of training steps are those that are predicted."""
+    try:
+        wrong = wrong_peaks(build, graph)
+    except Exception as error:
+        return replace(failure("CRASH", error), word="refused" if isinstance(error, MemoptError) else "not compared")
+    return Outcome("differs", wrong) if wrong else Outcome(EXACT)
 
 
 def _with_strides_that_count(save):
