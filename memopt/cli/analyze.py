@@ -53,6 +53,7 @@ def analyze(
     predict: options.Predict = True,
     optimizer: options.Optimizer = None,
     grad_in_backward: options.GradInBackward = False,
+    accumulate_gradients: options.AccumulateGradients = False,
     device_memory: options.DeviceMemory = None,
     device_profile: options.DeviceProfile = None,
     format: Annotated[Literal["text", "json", "svg", "html"], Parameter(help="How to write the report.")] = "text",
@@ -74,6 +75,7 @@ def analyze(
         PredictionFlags(
             optimizer=optimizer,
             grad_in_backward=grad_in_backward,
+            accumulate_gradients=accumulate_gradients,
             device_memory=device_memory,
             device_profile=device_profile,
         ),

@@ -105,6 +105,14 @@ Optimizer = Annotated[
         "none; sgd has no momentum. Default: adamw-fused, as transformers' Trainer."
     ),
 ]
+AccumulateGradients = Annotated[
+    bool,
+    Parameter(
+        negative="",
+        help="Predict a step of several between two of the optimizer: the gradients of earlier batches are there from its "
+        "start.",
+    ),
+]
 GradInBackward = Annotated[
     bool,
     Parameter(negative="", help="Predict that each parameter is updated in backward, its gradient dropped at once."),

@@ -23,6 +23,7 @@ class PredictionFlags:
 
     optimizer: Literal["adamw", "adamw-fused", "sgd", "none"] | None
     grad_in_backward: bool
+    accumulate_gradients: bool
     device_memory: str | None
     device_profile: str | None
 
@@ -38,15 +39,21 @@ class PredictionRequest:
 
     optimizer: str
     grad_in_backward: bool
+    accumulate_gradients: bool
     device: DeviceProfile
     device_memory_bytes: int | None
 
     @classmethod
     def of(cls, flags: PredictionFlags) -> "PredictionRequest":
         """Read the flags; raises RequestError."""
+        if flags.grad_in_backward and flags.accumulate_gradients:
+            raise RequestError(
+                "--grad-in-backward drops the gradients that --accumulate-gradients adds up; give one of them"
+            )
         return cls(
             optimizer=flags.optimizer or TRAINER_OPTIMIZER,
             grad_in_backward=flags.grad_in_backward,
+            accumulate_gradients=flags.accumulate_gradients,
             device=find_device(flags.device_profile or DEFAULT_DEVICE),
             device_memory_bytes=_size(flags.device_memory),
         )
@@ -60,6 +67,7 @@ class PredictionRequest:
             source.config if source.live is None else source.live,
             optimizer=self.optimizer,
             grad_in_backward=self.grad_in_backward,
+            accumulate_gradients=self.accumulate_gradients,
             dtype=given.dtype,
             device=self.device,
             device_memory_bytes=self.device_memory_bytes,

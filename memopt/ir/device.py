@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass, fields, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,15 @@ def _profile_of(values: Any) -> DeviceProfile:
         raise ValueError("it is not a JSON object {...}")
     if missing := [field.name for field in fields(DeviceProfile) if field.name not in values]:
         raise ValueError(f"it lacks {', '.join(missing)}")
+    known = {field.name for field in fields(DeviceProfile)}
+    if unknown := sorted(values.keys() - known):
+        raise ValueError(f"it has {', '.join(unknown)}, which no profile has")
+    for name, value in values.items():
+        if name in ("name", "is_measured"):
+            continue
+        is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
+        if not is_number or value < 0 or (value == 0 and name != "library_bytes"):
+            raise ValueError(f"{name} must be a number above 0, not {json.dumps(value)}")
     return DeviceProfile(**values)
 
 

@@ -86,6 +86,8 @@ class Memory:
     began, and as if each ended when the engine waits for it. What a run does lies between."""
     optimizer: str
     grad_in_backward: bool
+    accumulate_gradients: bool = False
+    """Whether the gradients of earlier batches are there from the start."""
     copied_out_bytes: int
     copied_in_bytes: int
     """At the most: what backward needs before it has left stays."""
@@ -93,6 +95,8 @@ class Memory:
     device: DeviceProfile
     device_memory_bytes: int | None = None
     """What there is, if that was asked."""
+    notes: tuple[str, ...] = ()
+    """What the prediction does not know."""
 
     @property
     def planned_low_bytes(self) -> int:

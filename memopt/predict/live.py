@@ -24,8 +24,12 @@ class Life:
 class LiveBytes:
     """The storages that are alive, each once, and their lives since a step began."""
 
+    @property
+    def total(self) -> int:
+        """How many bytes are alive."""
+        return sum(life.num_bytes for _, life in self._alive.values())
+
     def __init__(self) -> None:
-        self.total = 0
         self.now = 0
         """The number of the operator that runs."""
         self.lives: list[Life] = []
@@ -41,12 +45,16 @@ class LiveBytes:
         life = Life(num_bytes, use, self.now)
         self._alive[key] = weakref.ref(storage, lambda _: self._free(key)), life
         self.lives.append(life)
-        self.total += num_bytes
 
     def is_for(self, tensor: torch.Tensor, use: Use) -> None:
         """Note what a storage that is counted already turns out to be for."""
         if (alive := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
             alive[1].use = use
+
+    def never_was(self, tensor: torch.Tensor) -> None:
+        """Forget a storage that turns out not to be there in a real step."""
+        if (alive := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
+            alive[1].num_bytes = 0
 
     def rest_is_for(self, use: Use, instead_of: Use) -> None:
         """Note what all that is alive turns out to be for."""
@@ -62,6 +70,4 @@ class LiveBytes:
             life.made_at = 0
 
     def _free(self, key: int) -> None:
-        life = self._alive.pop(key)[1]
-        life.freed_at = self.now
-        self.total -= life.num_bytes
+        self._alive.pop(key)[1].freed_at = self.now

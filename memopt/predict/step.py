@@ -6,6 +6,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from memopt.analyze.fake_run import FakeRun, device_type
+from memopt.errors import RequestError
 from memopt.ir import Phase, Use
 from memopt.predict.backend import FakeBackend
 from memopt.predict.mode import CountingMode
@@ -20,7 +21,14 @@ _NO_CAP_BYTES = 1 << 62
 class FakeSteps:
     """Steps of a model, rewritten or not, that lies on the fake tensors of a mode."""
 
-    def __init__(self, run: FakeRun, *, optimizer: str = "none", grad_in_backward: bool = False) -> None:
+    def __init__(
+        self,
+        run: FakeRun,
+        *,
+        optimizer: str = "none",
+        grad_in_backward: bool = False,
+        accumulate_gradients: bool = False,
+    ) -> None:
         assert isinstance(run.mode, CountingMode)
         self._run = run
         self._mode = run.mode
@@ -29,7 +37,9 @@ class FakeSteps:
         for tensor in tree_leaves((run.args, run.kwargs)):
             if isinstance(tensor, torch.Tensor):
                 self._mode.live.note(tensor, Use.ACTIVATIONS)
-        self._training = Training(run.twin, self._mode, optimizer, in_backward=grad_in_backward)
+        self._training = Training(
+            run.twin, self._mode, optimizer, in_backward=grad_in_backward, accumulates=accumulate_gradients
+        )
         with run.on_fakes():
             self._training.prepare()
 
@@ -47,11 +57,16 @@ class FakeSteps:
             for _ in range(num_forwards):
                 self._forward()
             engine.finish()  # what the forwards before have on its way would be back in a step that went on
+            self._training.begin()
             timeline = self._mode.begin_step(self._run.twin)
             self._train(timeline)
             self._mode.end_step()
-            self._training.drop_gradients()
+            self._training.end()
         return timeline, engine
+
+    def close(self) -> None:
+        """Let go of the model."""
+        self._training.close()
 
     def _train(self, timeline: Timeline) -> None:
         loss = self._forward()
@@ -83,4 +98,7 @@ def loss_of(output: Any) -> torch.Tensor:
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
         return loss
-    return next(t for t in tree_leaves(output) if isinstance(t, torch.Tensor)).float().mean()
+    tensors = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+    if not tensors:
+        raise RequestError("the model's forward returns no tensor: there is nothing that backward could begin with")
+    return tensors[0].float().mean()

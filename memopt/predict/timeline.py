@@ -26,7 +26,6 @@ class Timeline:
     """The operators of a step as they run."""
 
     def __init__(self, live: LiveBytes) -> None:
-        self.totals: list[int] = []
         self._live = live
         self._places: list[tuple[str, str]] = []
         """(module, node of the backward)."""
@@ -36,7 +35,6 @@ class Timeline:
 
     def write(self, place: tuple[str, str], func: Any, args: Any, made: Sequence[torch.Tensor], flops: int) -> None:
         """Write down an operator that has just run."""
-        self.totals.append(self._live.total)
         self._places.append(place)
         self._operators.append(func)
         self._works.append(_NONE if func.is_view else Work(flops, _bytes_of(args, made), made[0].dtype in _HALVES))
@@ -44,23 +42,29 @@ class Timeline:
 
     def enter(self, phase: Phase) -> None:
         """Begin the next phase of the step."""
-        self._phases.append((len(self.totals), phase))
+        self._phases.append((len(self._operators), phase))
+
+    @property
+    def totals(self) -> list[int]:
+        """What is alive after each operator."""
+        return list(map(sum, zip(*self._uses(0), strict=True)))
 
     def step(self, device: DeviceProfile) -> StepMemory:
         """Return the step on a device, in short."""
         uses = self._uses(device.library_bytes)
-        moments = [self._moment(at, uses, device) for at in self._highest()]
+        totals = list(map(sum, zip(*uses, strict=True)))
+        moments = [self._moment(at, uses) for at in _highest(totals)]
         return StepMemory(
             peak=max(moments, key=lambda moment: moment.total_bytes),
             moments=tuple(moments),
             most=tuple(map(max, uses)),
-            num_operators=len(self.totals),
+            num_operators=len(self._operators),
             compute_us=tuple(self._times(device)),
         )
 
     def _uses(self, library_bytes: int) -> list[list[int]]:
         """Return for each Use what is there for it after each operator."""
-        changes = {use: [0] * (len(self.totals) + 1) for use in Use}
+        changes = {use: [0] * (len(self._operators) + 1) for use in Use}
         for life in self._live.lives:
             changes[life.use][life.made_at] += life.num_bytes
             if life.freed_at is not None:
@@ -68,17 +72,11 @@ class Timeline:
         changes[Use.LIBRARIES][0] += library_bytes
         return [list(accumulate(changes[use][:-1])) for use in Use]
 
-    def _highest(self) -> Iterator[int]:
-        """Yield of every stretch of operators the one after which most is alive."""
-        stretch = -(-len(self.totals) // MAX_MOMENTS)
-        for first in range(0, len(self.totals), stretch):
-            yield max(range(first, min(first + stretch, len(self.totals))), key=self.totals.__getitem__)
-
-    def _moment(self, at: int, uses: list[list[int]], device: DeviceProfile) -> Moment:
+    def _moment(self, at: int, uses: list[list[int]]) -> Moment:
         module, node = self._places[at]
         operator = str(self._operators[at]).removesuffix(".default")
         return Moment(
-            total_bytes=self.totals[at] + device.library_bytes,
+            total_bytes=sum(use[at] for use in uses),
             uses=tuple(use[at] for use in uses),
             phase=self._phase(at),
             module=module,
@@ -90,11 +88,18 @@ class Timeline:
         return next(phase for first, phase in reversed(self._phases) if first <= at)
 
     def _times(self, device: DeviceProfile) -> Iterator[tuple[Phase, float]]:
-        ends = [first for first, _ in self._phases[1:]] + [len(self.totals)]
+        ends = [first for first, _ in self._phases[1:]] + [len(self._operators)]
         for (first, phase), end in zip(self._phases, ends, strict=True):
             works = self._works[first:end]
             computing = sum(device.compute_us(w.flops, w.num_bytes, is_half=w.is_half) for w in works)
             yield phase, max(computing, device.launch_us * len(works))
+
+
+def _highest(totals: list[int]) -> Iterator[int]:
+    """Yield of every stretch of operators the one after which most is alive."""
+    stretch = -(-len(totals) // MAX_MOMENTS)
+    for first in range(0, len(totals), stretch):
+        yield max(range(first, min(first + stretch, len(totals))), key=totals.__getitem__)
 
 
 _NONE = Work(0, 0, False)

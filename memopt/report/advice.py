@@ -14,15 +14,15 @@ FEW = 0.15
 """Of the peak: activations below this are few."""
 REACHES = 0.75
 """Of what the plan frees: a peak that falls by more is reached by it."""
-TIGHT = 0.05
+TIGHT = 0.13
 """Of the peak: what fits by less may not fit."""
 MUCH_HOST_BYTES = 32 * GIB
 """A host with eight devices often has less than eight times this much for them."""
 
 
 def advice_of(plan: Plan, memory: Memory) -> tuple[str, ...]:
-    """Return the sentences that hold for a plan and its prediction."""
-    return tuple(sentence for part in _PARTS if (sentence := part(plan, memory)))
+    """Return the sentences that hold for a plan and its prediction, what it does not know first."""
+    return memory.notes + tuple(sentence for part in _PARTS if (sentence := part(plan, memory)))
 
 
 def fixed_sentence(plan: Plan, memory: Memory) -> str:
@@ -68,8 +68,7 @@ def loss_sentence(plan: Plan, memory: Memory) -> str:
         )
     return (
         f"The logits make the peak{above}. No plan of activations frees them. What helps: a chunked or fused linear cross "
-        "entropy (use_liger_kernel=True in TrainingArguments), or fewer tokens a batch with more steps of gradient "
-        "accumulation."
+        f"entropy (use_liger_kernel=True in TrainingArguments), or {_fewer_tokens(memory)}."
     )
 
 
@@ -161,8 +160,7 @@ def room_sentence(plan: Plan, memory: Memory) -> str:
     if activations <= short:
         return (
             f"The peak would be short by {format_bytes(short - activations)} even without its {format_bytes(activations)} "
-            "of activations: no plan of activations alone makes it fit. What helps: fewer tokens a batch with more steps "
-            "of gradient accumulation."
+            f"of activations: no plan of activations alone makes it fit. What helps: {_fewer_tokens(memory)}."
         )
     return (
         f"Activations take {format_bytes(activations)} of the peak, and {format_bytes(short)} are missing: a plan may make "
@@ -204,6 +202,14 @@ def _fixed_remedies(memory: Memory) -> Iterator[str]:
     if gradients > memory.step.most_for(Use.PARAMETERS) / 2 or memory.grad_in_backward:
         yield "LoRA"
     yield "sharding over several devices (FSDP)"
+
+
+def _fewer_tokens(memory: Memory) -> str:
+    """Return that batches may be smaller and more, and what the gradients take that then wait for the last one."""
+    gradients = memory.step.most_for(Use.GRADIENTS)
+    waiting = f" (whose {format_bytes(gradients)} of gradients stay meanwhile: --accumulate-gradients predicts that)"
+    there = memory.accumulate_gradients or memory.grad_in_backward
+    return f"fewer tokens a batch with more steps of gradient accumulation{'' if there else waiting}"
 
 
 def _offloads(plan: Plan) -> bool:

@@ -61,6 +61,7 @@ def memory_values(memory: Memory) -> dict[str, Any]:
         "fits": memory.fits,
         "optimizer": memory.optimizer,
         "grad_in_backward": memory.grad_in_backward,
+        "accumulate_gradients": memory.accumulate_gradients,
         "baseline_peak_at": _place_values(memory.baseline.peak),
         "activation_bytes": peak.bytes_for(Use.ACTIVATIONS),
         "workspace_bytes": peak.bytes_for(Use.WORKSPACE),
@@ -77,6 +78,7 @@ def memory_values(memory: Memory) -> dict[str, Any]:
             "baseline": memory.short_bytes(memory.baseline.peak.total_bytes),
             "planned": memory.short_bytes(memory.planned_high_bytes),
         },
+        "notes": list(memory.notes),
     }
 
 
@@ -143,7 +145,9 @@ def _facts(memory: Memory) -> Iterator[tuple[str, RenderableType]]:
         yield "pinned host memory", format_bytes(memory.host_pinned_bytes)
         yield "copies out", _beside(memory.copied_out_bytes, memory.copy_out_us, step, Phase.FORWARD)
         yield "copies in", _beside(memory.copied_in_bytes, memory.copy_in_us, step, Phase.BACKWARD)
-    yield "optimizer", f"{memory.optimizer}{', gradients dropped in backward' * memory.grad_in_backward}"
+    gradients = ", gradients dropped in backward" * memory.grad_in_backward
+    gradients += ", gradients of earlier batches there from the start" * memory.accumulate_gradients
+    yield "optimizer", f"{memory.optimizer}{gradients}"
     source = MEASURED if memory.device.is_measured else FROM_DATA_SHEETS
     yield "device", f"{memory.device.name}; how fast it computes and copies is {source}"
 

@@ -25,7 +25,7 @@ a family too.
   and offload of `core_attn`, `attn_proj`, `expert_fc1` with recompute of `layernorm`, `moe_act`). `exact` if the loss, all
   gradients and all buffers are those of the plain model, bit for bit, and something was moved or replayed.
 - *memory*: `exact` if the peak memory that is predicted for a step of the plain model, and for one of the fully checkpointed
-  model, is that of a real step, to the byte; `not compared` where the real step fails with the choices of its routers changed.
+  model, is that of a real step, to the byte; `not compared` where the real step fails otherwise.
 - *trained*: how many parameters of the class get a gradient that is not zero; of others nothing is shown.
 - `refused` is an error of memopt with a reason, which is below the table; `none`, that a plan moves and replays nothing.
   `WRONG`, `CRASH`, `differs` and `timeout` are bugs.

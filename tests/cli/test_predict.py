@@ -116,6 +116,7 @@ def test_a_prediction_that_fails_is_a_note(command, monkeypatch, tmp_path, error
 FLAGS = [
     (["--optimizer", "sgd"], "--optimizer sgd"),
     (["--grad-in-backward"], "--grad-in-backward"),
+    (["--accumulate-gradients"], "--accumulate-gradients"),
     (["--device-memory", "80GiB", "--device-profile", "h100"], "--device-memory 80GiB and --device-profile h100"),
 ]
 
@@ -138,12 +139,32 @@ def test_flags_that_only_a_prediction_heeds(fails, flags, named, without):
         ),
         (["--device-profile", "no.json"], "device profile 'no.json' cannot be read: No such file"),
         (["--optimizer", "adam"], "adamw-fused"),
+        (["--grad-in-backward", "--accumulate-gradients"], "give one of them"),
     ],
 )
 def test_flags_that_are_wrong(fails, flags, part):
     code, line = fails("memopt-analyze", *TINY, *flags)
     assert code == 2
     assert part in line
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"copy_out_bytes_per_second": 0}, "copy_out_bytes_per_second must be a number above 0, not 0"),
+        ({"half_flops": "790e12"}, 'half_flops must be a number above 0, not "790e12"'),
+        ({"launch_us": float("nan")}, "launch_us must be a number above 0, not NaN"),
+        ({"memory_bytes": True}, "memory_bytes must be a number above 0, not true"),
+        ({"colour": "green"}, "it has colour, which no profile has"),
+    ],
+    ids=lambda changed: next(iter(changed)) if isinstance(changed, dict) else "",
+)
+def test_a_profile_that_cannot_be(fails, tmp_path, changed, why):
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(DEVICES["h200"].as_dict() | changed))
+    code, line = fails("memopt-analyze", *TINY, "--device-profile", path)
+    assert code == 2
+    assert line.endswith(f"cannot be read: {why}; memopt-apply --profile-out writes one")
 
 
 def test_help_teaches_them(command):

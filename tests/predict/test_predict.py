@@ -1,5 +1,6 @@
 """What memopt.predict says of a training step, and that it says no more than it knows."""
 
+import gc
 import pickle
 
 import pytest
@@ -8,8 +9,9 @@ from torch import nn
 
 import memopt
 from memopt.analyze.flops import flops_of
-from memopt.errors import IllegalValueError, PredictionError
+from memopt.errors import IllegalValueError, PlanMismatchError, PredictionError, RequestError
 from memopt.ir import DEVICES, Phase, Use
+from memopt.predict.mode import CountingMode
 from tests import zoo
 
 SWAP = {"activation_swap": "attention"}
@@ -148,3 +150,119 @@ def test_backward_of_attention_counts_what_torch_counts():
         torch.ops.aten._scaled_dot_product_flash_attention_backward.default, (grad, query, key, value), {}, ()
     )
     assert counted == sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+
+
+def test_gradients_of_earlier_batches_are_there_from_the_start():
+    model, alone = memory_of(optimizer="none")
+    _, later = memory_of(optimizer="none", accumulate_gradients=True)
+    gained = later.baseline.peak.bytes_for(Use.GRADIENTS) - alone.baseline.peak.bytes_for(Use.GRADIENTS)
+    assert later.baseline.moments[0].bytes_for(Use.GRADIENTS) == bytes_of(model) >= gained > 0
+    with pytest.raises(RequestError, match="do not accumulate"):
+        memory_of(grad_in_backward=True, accumulate_gradients=True)
+
+
+class Partly(nn.Module):
+    """A model of which one part never has a gradient, though it could."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = nn.Linear(256, 256), nn.Linear(256, 256)
+
+    def forward(self, x):
+        with torch.no_grad():
+            x = self.unused(x)
+        return self.used(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"accumulate_gradients": True}, {"grad_in_backward": True}], ids=str)
+def test_parameters_without_a_gradient_have_no_state(options):
+    model, x = Partly(), torch.ones(4, 256)
+    memory = memopt.predict(memopt.plan(memopt.analyze(model, x)), model, x, optimizer="adamw", **options)
+    used = 256 * 256 * 4 + 256 * 4
+    assert memory.baseline.most_for(Use.OPTIMIZER) == 2 * used
+    assert memory.baseline.most_for(Use.GRADIENTS) <= used
+
+
+def test_a_rewritten_model_is_not_predicted():
+    model, inputs = zoo.ZOO["llama"](), zoo.batch("llama", use_cache=False)
+    plan = memopt.plan(memopt.analyze(model, inputs), {"activation_checkpoint": "full"})
+    memopt.apply(model, plan)
+    with pytest.raises(RequestError, match="rewritten already.*memopt.undo"):
+        memopt.predict(plan, model, inputs)
+
+
+@pytest.mark.parametrize(
+    "around",
+    [
+        lambda: torch.autocast("cpu", dtype=torch.bfloat16), torch.no_grad, torch.inference_mode,
+        torch.autograd.detect_anomaly,
+    ],
+    ids=["autocast", "no_grad", "inference_mode", "anomalies"],
+)  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_is_switched_on_around_changes_nothing(around):
+    model, inputs = zoo.ZOO["llama"](), zoo.batch("llama", use_cache=False)
+    plan = memopt.plan(memopt.analyze(model, inputs), {"activation_checkpoint": "full"})
+    plain = memopt.predict(plan, model, inputs)
+    with around():
+        assert memopt.predict(plan, model, inputs) == plain
+
+
+def test_hooks_for_saved_tensors_around_a_prediction_are_refused():
+    model, inputs = zoo.ZOO["llama"](), zoo.batch("llama", use_cache=False)
+    plan = memopt.plan(memopt.analyze(model, inputs))
+    with torch.autograd.graph.save_on_cpu(), pytest.raises(RequestError, match="call it outside"):
+        memopt.predict(plan, model, inputs)
+
+
+def test_hooks_of_the_model_are_told_of():
+    model, inputs = zoo.ZOO["llama"](), zoo.batch("llama", use_cache=False)
+    plan = memopt.plan(memopt.analyze(model, inputs))
+    assert memopt.predict(plan, model, inputs).notes == ()
+    model.enable_input_require_grads()
+    assert "forward hooks" in memopt.predict(plan, model, inputs).notes[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "b300"}, "device_profile='b300'"),
+        ({"device": 3}, "device='int'"),
+        ({"device_memory_bytes": "80GiB"}, "device_memory_bytes='80GiB'"),
+        ({"device_memory_bytes": -1}, "device_memory_bytes=-1"),
+    ],
+)
+def test_odd_options_are_named(options, message):
+    with pytest.raises(IllegalValueError, match=message):
+        memory_of(**options)
+
+
+@pytest.mark.parametrize("plan", [None, {"activation_checkpoint": "full"}], ids=str)
+def test_a_plan_is_a_plan(plan):
+    with pytest.raises(IllegalValueError, match="a Plan, as memopt.plan"):
+        memopt.predict(plan, Partly(), torch.ones(4, 256))
+
+
+def test_a_plan_of_another_model_is_refused():
+    model, inputs = zoo.ZOO["llama"](), zoo.batch("llama", use_cache=False)
+    plan = memopt.plan(memopt.analyze(Partly(), torch.ones(4, 256)))
+    with pytest.raises(PlanMismatchError, match="made for Partly"):
+        memopt.predict(plan, model, inputs)
+
+
+class Silent(nn.Linear):
+    def forward(self, x):
+        super().forward(x)
+
+
+def test_a_model_that_returns_nothing_is_told_of():
+    model, x = Silent(4, 4), torch.ones(2, 4)
+    with pytest.raises(RequestError, match="returns no tensor"):
+        memopt.predict(memopt.plan(memopt.analyze(model, x)), model, x)
+
+
+def test_nothing_of_a_prediction_stays():
+    for _ in range(2):
+        memory_of(optimizer="adamw-fused", grad_in_backward=True)
+        gc.collect()
+        assert not [thing for thing in gc.get_objects() if type(thing) is CountingMode]

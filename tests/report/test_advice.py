@@ -214,6 +214,6 @@ def test_what_fits_narrowly_may_still_fail():
     assert text.startswith("It fits by 1.00 GiB, and may still fail")
 
 
-@pytest.mark.parametrize("device_gib", [None, 62, 70])
+@pytest.mark.parametrize("device_gib", [None, 62, 72])
 def test_what_fits_well_or_not_at_all_is_no_narrow_matter(device_gib):
     assert tight_sentence(NO_PLAN, memory_of(usual_step(), device_gib=device_gib)) == ""

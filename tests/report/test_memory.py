@@ -25,6 +25,7 @@ MEMORY_KEYS = [
     "fits",
     "optimizer",
     "grad_in_backward",
+    "accumulate_gradients",
     "baseline_peak_at",
     "activation_bytes",
     "workspace_bytes",
@@ -38,6 +39,7 @@ MEMORY_KEYS = [
     "device",
     "device_memory_bytes",
     "short_bytes",
+    "notes",
 ]
 
 
