@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from memopt.analyze.cuda_sdpa import cuda_scaled_dot_product_attention
 from memopt.analyze.flops import flops_of
-from memopt.analyze.values import value_of
+from memopt.analyze.values import carry_value, value_of
 
 DEVICE = torch.ops.prim.device.default
 """What C++ asks a fake tensor for at every turn: more often than it runs an operator."""
@@ -51,6 +51,8 @@ class TraceMode(FakeTensorMode):
         if func is torch.ops.aten._grouped_mm.default and args[0].dtype is not torch.bfloat16:
             return _grouped_mm_output(*args[:3])
         out = self._ask(func, types, args, kwargs)
+        if func is torch.ops.aten.detach.default:  # hooks call it, below all that follows functions
+            carry_value(args[0], out)
         if func is torch.ops.aten.native_layer_norm.default:
             return _with_wide_statistics(*out, weight=args[2])
         if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:

@@ -113,7 +113,7 @@ class InputValues(TorchFunctionMode):
         values = self._values(func, args, kwargs)
         try:
             out = (
-                self._faked_all(values, kwargs.get("device"))
+                torch.ops.aten.lift_fresh(self._faked_all(values, kwargs.get("device")))
                 if func is torch.tensor and values is not None
                 else func(*args, **kwargs)
             )
@@ -268,6 +268,12 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     value: torch.Tensor | None = getattr(tensor, _VALUE, None)
     is_stale = value is not None and value.layout is torch.strided and hasattr(value.untyped_storage(), _STALE)
     return None if is_stale else value
+
+
+def carry_value(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Let a tensor that is another one detached be known as that one is, where no function shows it."""
+    if isinstance(tensor, FakeTensor) and (value := value_of(tensor)) is not None:
+        _keep([other], [value], assumed=hasattr(tensor, _ASSUMED))
 
 
 def _healthy(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:

@@ -72,7 +72,7 @@ class FakeSteps:
         loss = self._forward()
         self._mode.live.rest_is_for(Use.ACTIVATIONS, instead_of=Use.WORKSPACE)
         timeline.enter(Phase.BACKWARD)
-        self._backward(loss)
+        run_backward(loss)
         del loss
         timeline.enter(Phase.OPTIMIZER)
         self._training.step()
@@ -81,16 +81,17 @@ class FakeSteps:
         with self._run.autocasting():
             return loss_of(self._run.twin(*self._run.args, **self._run.kwargs))
 
-    def _backward(self, loss: torch.Tensor) -> None:
-        """Go through the graph; not by `backward`, which would take the modes that the trace needs off the stack."""
-        engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
-        with torch.autograd.set_multithreading_enabled(False):  # a device's own thread would not know of the prediction
-            engine.run_backward(
-                (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
-            )
-
     def _came_back(self, target: torch.Tensor) -> None:
         self._mode.live.is_for(target, Use.ACTIVATIONS)
+
+
+def run_backward(loss: torch.Tensor) -> None:
+    """Go through the graph; not by `backward`, which would take the modes that the trace needs off the stack."""
+    engine: Any = torch.autograd.Variable._execution_engine  # type: ignore[attr-defined]
+    with torch.autograd.set_multithreading_enabled(False):  # a device's own thread would not know of the prediction
+        engine.run_backward(
+            (loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
 
 def loss_of(output: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from memopt.ir import Use
 from memopt.predict.backend import FakeBackend
 from memopt.predict.live import LiveBytes
 from memopt.predict.mode import CountingMode
-from memopt.predict.step import FakeSteps, loss_of
+from memopt.predict.step import FakeSteps, loss_of, run_backward
 from memopt.runtime import engine as engine_module
 from memopt.runtime.engine import Engine
 
@@ -80,7 +80,7 @@ def real_totals(model, inputs, *, ends_at_once, num_steps=3):
         for number in range(num_steps):
             last = number == num_steps - 1
             with Counting(model, tensors, backend.host) if last else contextlib.nullcontext() as counting:
-                loss_of(model(**inputs)).backward()
+                run_backward(loss_of(model(**inputs)))  # modes that are on go on
             model.zero_grad()
     return counting.totals
 
