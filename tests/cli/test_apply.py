@@ -8,6 +8,7 @@ from memopt.cli import proof
 from memopt.runtime.counters import summed
 
 TINY = ("tiny-qwen3-moe", "--num-layers", "2", "--device", "cpu", "--steps", "2")
+SAVING = ("--swap", "attention", "--target-device", "cpu", "--no-predict", "--save-plan")
 KEYS = [
     "verified",
     "losses_equal",
@@ -57,17 +58,7 @@ def test_the_text_begins_with_the_verdict(command):
 def test_a_saved_plan_is_applied_with_its_own_input(command, tmp_path):
     path = tmp_path / "plan.json"
     analyzed = ("tiny-qwen3-moe", "--num-layers", "2", "--batch-size", "1", "--seq-length", "1024")
-    command(
-        "memopt-analyze",
-        *analyzed,
-        "--swap",
-        "attention",
-        "--target-device",
-        "cpu",
-        "--no-predict",
-        "--save-plan",
-        path,
-    )
+    command("memopt-analyze", *analyzed, *SAVING, path)
     code, values, _ = as_json(command, *TINY, "--plan", path)
     assert (code, values["verified"]) == (0, True)
     assert not any("another input" in note for note in values["notes"])
@@ -75,17 +66,7 @@ def test_a_saved_plan_is_applied_with_its_own_input(command, tmp_path):
 
 def test_a_plan_of_another_shape_still_trains_alike(command, tmp_path):
     path = tmp_path / "plan.json"
-    command(
-        "memopt-analyze",
-        *TINY[:3],
-        "--swap",
-        "attention",
-        "--target-device",
-        "cpu",
-        "--no-predict",
-        "--save-plan",
-        path,
-    )
+    command("memopt-analyze", *TINY[:3], *SAVING, path)
     code, values, _ = as_json(command, *TINY, "--plan", path, "--seq-length", "700")
     assert (code, values["verified"]) == (0, True)
     (note,) = [note for note in values["notes"] if "another input" in note]
