@@ -207,7 +207,7 @@ class TraceError(MemoptError):
 
 
 class PredictionError(MemoptError):
-    """The memory of a training step could not be foretold: its backward or its optimizer fails on fake tensors."""
+    """The memory of a training step could not be foretold: something in it fails on fake tensors."""
 
     def __init__(self, class_name: str, error: Exception) -> None:
         why = str(error).strip().partition("\n")[0]

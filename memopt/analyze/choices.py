@@ -39,3 +39,14 @@ def _in_turn(chosen: torch.Tensor, scores: torch.Tensor, dim: int) -> torch.Tens
             return turns.view(chosen.shape)
         rows = torch.empty(chosen.shape, device="meta").movedim(dim, -1).shape
         return turns.view(rows).movedim(-1, dim)
+
+
+def healthy(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
+    """Return what a function gives whose result has one shape unless the data are faulty; None for any other."""
+    return _bincount(*args, **kwargs) if getattr(func, "__name__", "") == "bincount" else None
+
+
+def _bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor | None:
+    """Return counts of whole numbers below `minlength`, as routers count their experts; None without one."""
+    sums = torch.float32 if weights is not None and weights.dtype is torch.float32 else torch.float64
+    return input.new_empty(minlength, dtype=torch.int64 if weights is None else sums) if minlength > 0 else None

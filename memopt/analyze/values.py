@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -18,9 +17,10 @@ from torch._subclasses.fake_tensor import (
     unset_fake_temporarily,
 )
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_iter, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memopt.analyze.choices import balanced
+from memopt.analyze.choices import balanced, healthy
+from memopt.analyze.trees import tensors_in
 from memopt.analyze.unset import forget_unset, is_partly_set, note_unset, write_known
 
 MAX_ELEMENTS = 1 << 25
@@ -46,12 +46,11 @@ _LOOKS = frozenset(
         ),
     }
 )
-"""What a tensor tells of itself without a value. Many are asked for, and each would take its time."""
+"""What a tensor tells of itself without a value."""
 _INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
 _WHOLE = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 _SHAPED_AS = frozenset({"expand_as", "reshape_as", "view_as"})
 """Functions that ask their second operand for its shape alone."""
-_ATOMS = frozenset({bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size})
 _FILLED_AS = frozenset({"full_like", "ones_like", "zeros_like"})
 """Functions that ask their first operand for its shape and dtype alone."""
 MAX_FILLED = 1 << 20
@@ -87,7 +86,7 @@ class InputValues(TorchFunctionMode):
             setattr(fake, _VALUE, tensor.detach().cpu().clone())
         return fake
 
-    def know_tables(self, model: nn.Module, twin: nn.Module) -> None:
+    def know_tables(self, model: torch.nn.Module, twin: torch.nn.Module) -> None:
         """Let a live model's twin know the values of buffers that hold no floating-point numbers: positions, tables."""
         copies = dict(twin.named_buffers())
         for name, buffer in model.named_buffers():
@@ -109,7 +108,7 @@ class InputValues(TorchFunctionMode):
         return self._run(func, args, kwargs)
 
     def _run(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        assumed = any(hasattr(operand, _ASSUMED) for operand in _tensors((args, kwargs)))
+        assumed = any(hasattr(operand, _ASSUMED) for operand in tensors_in((args, kwargs)))
         values = self._values(func, args, kwargs)
         try:
             out = (
@@ -124,9 +123,9 @@ class InputValues(TorchFunctionMode):
                 raise
         if values is None and (choices := balanced(func, args, kwargs, out)) is not None:
             values, assumed = choices, True
-        _keep(_tensors(out), _leaves(_typical(func, out, values)), assumed=assumed)
-        if made := _tensors(out):
-            for operand in _tensors((args, kwargs)):
+        _keep(tensors_in(out), _leaves(_typical(func, out, values)), assumed=assumed)
+        if made := tensors_in(out):
+            for operand in tensors_in((args, kwargs)):
                 forget_unset(operand)  # may be viewed
             note_unset(_name(func), made)
         return out
@@ -134,9 +133,9 @@ class InputValues(TorchFunctionMode):
     def _answered(self, func: Callable[..., Any], args: Any, kwargs: Any, values: Any) -> Any:
         """Return what a function gives that asks for data: by its values, in a healthy run, or with the numbers it wants."""
         if values is not None:
-            operand = next(iter(_tensors((args, kwargs))), None)
+            operand = next(iter(tensors_in((args, kwargs))), None)
             return self._faked_all(values, kwargs.get("device", operand.device if operand is not None else None))
-        if (out := _healthy(func, args, kwargs)) is not None:
+        if (out := healthy(func, args, kwargs)) is not None:
             return out
         numbered = tree_map_only(torch.Tensor, self._number, (args, kwargs))
         is_other = any(
@@ -185,14 +184,13 @@ class InputValues(TorchFunctionMode):
 
     def _values(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         args = _with_shapes(_name(func), args)
-        operands = _tensors((args, kwargs))
+        operands = tensors_in((args, kwargs))
         if func is torch.Tensor.__setitem__ and is_partly_set(args[0]) and _all_known(operands[1:]):
             return _written(*args)
         if operands and _writes(func):
             forget_unset(operands[0])
         if not _all_known(operands) or _name(func) in _RANDOM_OR_UNSET:
-            if operands and _writes(func):
-                _forget(operands[0])
+            _forget_written(func, args, kwargs)
             return None
         real_args, real_kwargs = _real((args, kwargs))
         if real_kwargs.get("device") is not None:
@@ -201,10 +199,9 @@ class InputValues(TorchFunctionMode):
             with unset_fake_temporarily(), torch.no_grad():
                 values = func(*real_args, **real_kwargs)
         except Exception:  # not computable here, e.g. moved to another device: then simply not known
-            if _writes(func):
-                _forget(operands[0])
+            _forget_written(func, args, kwargs)
             return None
-        return values if all(t.numel() <= MAX_ELEMENTS for t in _tensors(values)) else None
+        return values if all(t.numel() <= MAX_ELEMENTS for t in tensors_in(values)) else None
 
 
 def _keep(fakes: list[torch.Tensor], values: list[torch.Tensor | None], *, assumed: bool) -> None:
@@ -244,7 +241,7 @@ def _real(tree: Any) -> Any:
 def _written(fake: torch.Tensor, index: Any, value: Any) -> None:
     """Write known values to a tensor that was made unset, and know it if that was the last of it."""
     known = write_known(fake, *_real((index, value)))
-    assumed = any(hasattr(operand, _ASSUMED) for operand in _tensors((fake, index, value)))
+    assumed = any(hasattr(operand, _ASSUMED) for operand in tensors_in((fake, index, value)))
     _keep([fake], [known], assumed=assumed)
 
 
@@ -276,17 +273,6 @@ def carry_value(tensor: torch.Tensor, other: torch.Tensor) -> None:
         _keep([other], [value], assumed=hasattr(tensor, _ASSUMED))
 
 
-def _healthy(func: Callable[..., Any], args: Any, kwargs: Any) -> torch.Tensor | None:
-    """Return what a function gives whose result has one shape unless the data are faulty; None for any other."""
-    return _bincount(*args, **kwargs) if _name(func) == "bincount" else None
-
-
-def _bincount(input: torch.Tensor, weights: torch.Tensor | None = None, minlength: int = 0) -> torch.Tensor | None:
-    """Return counts of whole numbers below `minlength`, as routers count their experts; None without one."""
-    sums = torch.float32 if weights is not None and weights.dtype is torch.float32 else torch.float64
-    return input.new_empty(minlength, dtype=torch.int64 if weights is None else sums) if minlength > 0 else None
-
-
 def _name(func: Callable[..., Any]) -> str:
     return getattr(func, "__name__", "")
 
@@ -305,21 +291,10 @@ def _forget(tensor: torch.Tensor) -> None:
         delattr(tensor, _VALUE)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
-    _collect(tree, found)
-    return found
-
-
-def _collect(tree: Any, found: list[torch.Tensor]) -> None:
-    """Add the tensors of a tree; the plain ones are gone through here, which takes a tenth of the time of pytree's way."""
-    if isinstance(tree, torch.Tensor):
-        found.append(tree)
-    elif type(tree) in (tuple, list):
-        for branch in tree:
-            _collect(branch, found)
-    elif type(tree) is dict:
-        for branch in tree.values():
-            _collect(branch, found)
-    elif type(tree) not in _ATOMS:
-        found += [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+def _forget_written(func: Callable[..., Any], args: Any, kwargs: Any) -> None:
+    """Forget what a function of unknown values writes to; a flag may stand for writing in place."""
+    if _writes(func) or kwargs.get("inplace") or any(flag is True for flag in args):
+        for tensor in tensors_in(args[:1] or kwargs)[: None if args else 1]:
+            _forget(tensor)
+    for tensor in tensors_in(kwargs.get("out")):
+        _forget(tensor)

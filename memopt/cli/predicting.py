@@ -82,6 +82,8 @@ def predict_or_note(
         return plan, None
     try:
         return plan, request.predicted(plan, source, given)
+    except RequestError:
+        raise
     except MemoptError as error:
         named = isinstance(error, PredictionError)
         return plan.note(str(error) if named else f"the memory of a step is not predicted: {error}"), None

@@ -90,7 +90,7 @@ def find_device(text: str) -> DeviceProfile:
         return _profile_of(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise UnreadableFileError("device profile", path, error.strerror or str(error)) from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise UnreadableFileError("device profile", path, f"{error}; memopt-apply --profile-out writes one") from None
 
 
@@ -102,12 +102,15 @@ def _profile_of(values: Any) -> DeviceProfile:
     known = {field.name for field in fields(DeviceProfile)}
     if unknown := sorted(values.keys() - known):
         raise ValueError(f"it has {', '.join(unknown)}, which no profile has")
+    if not isinstance(values["name"], str) or not isinstance(values["is_measured"], bool):
+        raise ValueError("name must be text, and is_measured true or false")
     for name, value in values.items():
         if name in ("name", "is_measured"):
             continue
         is_number = isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
         if not is_number or value < 0 or (value == 0 and name != "library_bytes"):
-            raise ValueError(f"{name} must be a number above 0, not {json.dumps(value)}")
+            least = "from 0" if name == "library_bytes" else "above 0"
+            raise ValueError(f"{name} must be a number {least}, not {json.dumps(value)}")
     return DeviceProfile(**values)
 
 

@@ -25,6 +25,8 @@ class CountingMode(TraceMode):
         super().__init__()
         self.live = LiveBytes()
         self._answers = Answers(self)
+        self._on_host = {"meta"}
+        """Devices whose tensors take no memory of the one that is predicted."""
         self.use: Use | None = Use.PARAMETERS
         """What the storages that are made now are for; None for those that are not to be counted."""
         self._timeline: Timeline | None = None
@@ -47,7 +49,7 @@ class CountingMode(TraceMode):
         finally:
             self.cache_enabled = cached
         made = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]
-        made = [tensor for tensor in made if tensor.device.type != "meta"]  # those are on the host
+        made = [tensor for tensor in made if tensor.device.type not in self._on_host]
         if self.use is not None:
             for tensor in made:
                 self.live.note(tensor, self.use)
@@ -60,6 +62,11 @@ class CountingMode(TraceMode):
         """Answer as before where nothing but looks decides it."""
         ask = functools.partial(super()._ask, func, types, args, kwargs)
         return self._answers.answer(func, args, kwargs or {}, ask)
+
+    def is_of(self, device: torch.device) -> None:
+        """Count the memory of this device: beside an accelerator the CPU's is the host's."""
+        if device.type != "cpu":
+            self._on_host.add("cpu")
 
     def begin_step(self, model: nn.Module) -> Timeline:
         """Count the operators of a step from 0, and write its timeline."""

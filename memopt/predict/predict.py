@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from memopt.analyze.fake_run import DTYPES, FakeRun, fake_run
 from memopt.analyze.streams import random_streams_kept
@@ -20,6 +21,10 @@ from memopt.runtime.region import region_of
 _HOOKS = (
     "the model has forward hooks, and a prediction calls none: what they add (as enable_input_require_grads() does, "
     "with which activations are saved that need no gradient otherwise) comes on top"
+)
+_SHARDS = (
+    "the model is sharded over several devices, and predicted as if all of it were on each: its parameters, gradients and "
+    "optimizer state take less"
 )
 NUM_FORWARDS = 2
 """After so many a region that is replayed does what it does in every further step."""
@@ -72,8 +77,16 @@ def predict(
         host_pinned_bytes=host_pinned_bytes,
         device=profile,
         device_memory_bytes=device_memory_bytes,
-        notes=(_HOOKS,) if isinstance(model, nn.Module) and has_hooks(model) else (),
+        notes=tuple(_notes(model)) if isinstance(model, nn.Module) else (),
     )
+
+
+def _notes(model: nn.Module) -> Iterator[str]:
+    """Yield what a prediction of a live model does not know."""
+    if has_hooks(model):
+        yield _HOOKS
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        yield _SHARDS
 
 
 def _checked(plan: Any, model: Any, optimizer: str, device: Any, device_memory_bytes: Any) -> DeviceProfile:
@@ -89,6 +102,10 @@ def _checked(plan: Any, model: Any, optimizer: str, device: Any, device_memory_b
         raise RequestError(
             f"{type(model).__name__} is rewritten already, and would be predicted so also without the plan; call "
             "memopt.undo(model) before, and apply the plan again afterwards"
+        )
+    if isinstance(model, nn.Module) and len(places := sorted({str(p.device) for p in model.parameters()})) > 1:
+        raise RequestError(
+            f"{type(model).__name__} lies on {' and '.join(places)}; the memory of one device is predicted"
         )
     if not isinstance(device, DeviceProfile | str):
         raise IllegalValueError("device", type(device).__name__, f"a DeviceProfile, or one of {', '.join(DEVICES)}")

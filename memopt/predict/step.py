@@ -32,6 +32,7 @@ class FakeSteps:
         assert isinstance(run.mode, CountingMode)
         self._run = run
         self._mode = run.mode
+        self._mode.is_of(torch.device(device_type(run.twin)))
         for tensor in (*run.twin.parameters(), *run.twin.buffers()):
             self._mode.live.note(tensor, Use.PARAMETERS)
         for tensor in tree_leaves((run.args, run.kwargs)):
@@ -40,8 +41,12 @@ class FakeSteps:
         self._training = Training(
             run.twin, self._mode, optimizer, in_backward=grad_in_backward, accumulates=accumulate_gradients
         )
-        with run.on_fakes():
-            self._training.prepare()
+        try:
+            with run.on_fakes():
+                self._training.prepare()
+        except BaseException:
+            self.close()
+            raise
 
     def step(self, *, ends_at_once: bool = True, num_forwards: int = 0) -> tuple[Timeline, Engine]:
         """Return the timeline of a step, and the engine with what was copied.

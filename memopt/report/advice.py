@@ -96,17 +96,18 @@ def unreached_sentence(plan: Plan, memory: Memory) -> str:
     fall = memory.baseline.peak.total_bytes - memory.planned_low_bytes
     if freed <= 0 or fall >= REACHES * freed:
         return ""
+    lower = min(memory.planned, key=lambda step: step.peak.total_bytes)
     falls = f"falls by {format_bytes(fall)} only" if fall > 0 else "does not fall"
     return (
         f"The plan frees {format_bytes(freed)} between forward and backward, but the peak {falls}: with the plan it stands "
-        f"in {place_text(memory.step.peak)}, where what it frees would be gone anyway, or is back already."
+        f"in {place_text(lower.peak)}, where what it frees would be gone anyway, or is back already."
     )
 
 
 def inflight_sentence(plan: Plan, memory: Memory) -> str:
     """Return that offloaded tensors on their way out keep the peak up, where nothing limits them."""
     gap = memory.planned_high_bytes - memory.planned_low_bytes
-    fall = memory.baseline.peak.total_bytes - memory.planned_low_bytes
+    fall = max(0, memory.baseline.peak.total_bytes - memory.planned_low_bytes)
     if not _offloads(plan) or (plan.offload and plan.offload.max_inflight is not None) or gap <= (1 - REACHES) * fall:
         return ""
     return (
@@ -224,4 +225,6 @@ def _share(plan: Plan, memory: Memory, fits: int) -> str:
         return f": --passes attention-swap:margin_bytes={margin},prefetch-chain swaps no more"
     now = plan.offload.fraction if plan.offload else 1.0
     share = floor(100 * now * fits / memory.copied_out_bytes) / 100
+    if not share:
+        return ""
     return f": fraction: {share} in activation_offload offloads about as much"

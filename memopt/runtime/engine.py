@@ -109,11 +109,17 @@ class Engine:
         with self._lock:
             self._settle(0)
             self.collect()
-            for left in self._pending:
-                if left.device is not None and left.event is not None:
-                    self.backend.release_after(left.event)
-            self._pending = deque(left._replace(device=None) for left in self._pending)
+            self._pending = deque(map(self._off_the_device, self._pending))
             self.collect()
+
+    def _off_the_device(self, left: Leftover) -> Leftover:
+        """Let the computation wait for a copy, so that its memory is free; not across the border of a capture."""
+        event = left.event
+        if left.device is None or event is None or event.is_captured != self.backend.is_capturing():
+            return left
+        if not event.done():
+            self.backend.release_after(event)
+        return left._replace(device=None)
 
     def _join(self, event: Event | None) -> bool:
         """Within a capture make the computation wait for a copy: all that was captured must come together in the end."""

@@ -29,11 +29,12 @@ def predicted_engine() -> Any:
 @contextmanager
 def predicting(engine: Any) -> Iterator[None]:
     """Let regions see to fake tensors as they do to real ones; what they swap goes through an engine."""
-    before, _thread.engine = _thread.engine, engine
+    before = _thread.engine, _thread.num_draws
+    _thread.engine = engine
     try:
         yield
     finally:
-        _thread.engine = before
+        _thread.engine, _thread.num_draws = before
 
 
 def draws() -> int:

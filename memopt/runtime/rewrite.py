@@ -23,7 +23,7 @@ _BASE = "_memopt_base"
 
 
 _FORWARDS: set[types.CodeType] = set()
-"""The code of the functions that generated classes have for a forward; each is there once."""
+"""The code of the functions that generated classes have for a forward; many classes share one."""
 
 
 class RegionForward:
@@ -180,9 +180,19 @@ def _without_ours(cls: type) -> type:
     if bases == cls.__bases__:
         return cls
     body = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    if _wraps_ours(cls.__dict__.get("forward")):  # as GradientCheckpointingLayer wraps that of each class put on top
+    if _is_wrapped_anew(cls, bases[0]):
         del body["forward"]
     return type(cls)(cls.__name__, bases, body)
+
+
+def _is_wrapped_anew(cls: type, base: type) -> bool:
+    """Tell whether a class has a forward only because its base wraps the forward of each class that is put on top.
+
+    As GradientCheckpointingLayer does; a forward that somebody gave the class is another function than its base has.
+    """
+    forward, below = cls.__dict__.get("forward"), getattr(base, "forward", None)
+    code = getattr(forward, "__code__", None)
+    return _wraps_ours(forward) and code is not None and code is getattr(below, "__code__", None)
 
 
 def _wraps_ours(forward: Any) -> bool:

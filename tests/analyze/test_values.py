@@ -110,7 +110,26 @@ def filled_with_data(rows, lengths):
     return rows[: places[0].long() + 1]
 
 
-UNKNOWN = [written_through_a_view, written_in_part, written_after_a_view, written_with_data, filled_with_data]
+def given_out(rows, lengths):
+    places = torch.zeros_like(rows[:, 0])
+    torch.add(rows.detach()[:, 0], 1, out=places)
+    return rows[: places[0].long() + 1]
+
+
+def dropped_in_place(rows, lengths):
+    places = torch.ones_like(rows[:, 0])
+    torch.nn.functional.dropout(places, 0.5, True, True)
+    return rows[: places[0].long() + 1]
+
+
+def written_as_the_second_of_a_list(rows, lengths):
+    places = torch.zeros_like(rows[:, 0])
+    torch._foreach_copy_([torch.zeros(12), places], [rows[:, 0], rows[:, 1]])
+    return rows[: places[0].long() + 1]
+
+
+UNKNOWN = [written_through_a_view, written_in_part, written_after_a_view, written_with_data, filled_with_data,
+           given_out, dropped_in_place, written_as_the_second_of_a_list]  # fmt: skip
 
 
 @pytest.mark.parametrize("do", UNKNOWN, ids=lambda do: do.__name__)

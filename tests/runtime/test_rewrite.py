@@ -116,6 +116,22 @@ def test_undo_below_a_class_whose_forward_was_wrapped_as_it_was_put_on_top(compi
     assert (layer(1), layer.marker, is_rewritten(layer)) == (2, "on top", False)
 
 
+def test_undo_keeps_a_forward_that_a_class_was_given_around_ours():
+    class Layer(nn.Module):
+        def forward(self, x):
+            return x + 1
+
+    layer = Layer()
+    layer.__class__ = rewritten_class(Layer, False)
+    below = type(layer)
+    around = functools.wraps(below.forward)(lambda self, x: 20 * x)
+    layer.__class__ = type("Patched", (below,), {"forward": around})
+    assert layer(1) == 20
+    restore_module(layer)
+    assert layer(1) == 20
+    assert not is_rewritten(layer)
+
+
 def fused(self, x):
     return models.Attention.forward(self, x) * 2
 
