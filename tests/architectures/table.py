@@ -45,7 +45,7 @@ def _beside(sweep, other):
     """Return the totals of another sweep, its rows that this one lacks or has otherwise, and which it lacks."""
     known, found = ({row.name: row for row in each.rows()} for each in (sweep, other))
     new = [row for name, row in found.items() if name not in known]
-    changed = [row for name, row in found.items() if name in known and _words(row) != _words(known[name])]
+    changed = [row for name, row in found.items() if name in known and _is_other(row, known[name])]
     yield from (f"## With transformers {other.transformers}", "", *_totals(other.rows()), "")
     for what, rows in (("new", new), ("otherwise than above", changed)):
         yield from (f"{len(rows)} classes are {what}{':' if rows else '.'}", "")
@@ -55,8 +55,12 @@ def _beside(sweep, other):
     yield from (f"{len(gone)} classes are gone{': ' if gone else ''}{', '.join(gone)}.", "")
 
 
-def _words(row):
-    return {column: outcome and outcome.word for column, outcome in row.outcomes().items()}
+def _is_other(row, known):
+    """Tell whether a row has another word than a known one, in a column that both have."""
+    one, other = row.outcomes(), known.outcomes()
+    return any(
+        (one[column] and one[column].word) != (other[column] and other[column].word) for column in one.keys() & other
+    )
 
 
 def _section(family, rows):
