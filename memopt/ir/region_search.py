@@ -46,9 +46,8 @@ def region_layers(graph: ModuleGraph) -> tuple[str, ...]:
     except NoLayerContainerError:
         return ()
     numbered = (layer for container in containers for layer in container.layers)
-    layers = dict.fromkeys(
-        layer for layer in numbered if graph.saved_in(layer)
-    )  # not lists of layers, which are not called
+    # A list of layers in a list is numbered too, and is not called.
+    layers = dict.fromkeys(layer for layer in numbered if graph.saved_in(layer))
     kinds = {graph.by_fqn[layer].class_name for layer in layers}
     layers |= dict.fromkeys(node.fqn for node in graph.modules if node.class_name in kinds)
     return tuple(layer for layer in outermost_of(graph, layers) if graph.saved_in(layer))

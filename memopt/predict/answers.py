@@ -55,7 +55,7 @@ class Answers:
     def answer(self, func: Any, args: Any, kwargs: Any, ask: Callable[[], Any]) -> Any:
         """Return what an operator answers: as before, or by asking."""
         operands: list[FakeTensor] = []
-        key: list[Any] = [func]
+        key: list[Any] = [func, torch.get_default_dtype()]  # which whole numbers divided by each other have
         if (
             not _depends_on_looks(func)
             or not _look(args, key, operands)

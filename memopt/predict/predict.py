@@ -141,7 +141,7 @@ def _planned(
     if not plan.decisions:
         return (), (0, 0), 0
     handle = apply_plan(run.twin, plan)
-    timeline, engine = steps.step(ends_at_once=True, num_forwards=NUM_FORWARDS * _replays(plan))
+    timeline, _ = steps.step(ends_at_once=True, num_forwards=NUM_FORWARDS * _replays(plan))
     low, copied = timeline.step(profile), handle.stats()
     if not copied.copied_out_bytes:
         return (low,), (0, 0), 0

@@ -59,6 +59,18 @@ def test_numbers_of_another_kind_are_another_question():
         ]  # fmt: skip
 
 
+def test_another_default_dtype_is_another_question():
+    mode, before = CountingMode(), torch.get_default_dtype()
+    with mode:
+        whole = torch.empty(3, dtype=torch.int64)
+        assert (whole / whole).dtype is torch.float32
+        try:
+            torch.set_default_dtype(torch.float64)
+            assert (whole / whole).dtype is torch.float64
+        finally:
+            torch.set_default_dtype(before)
+
+
 def test_operands_of_another_layout_are_another_question():
     mode = CountingMode()
     with mode:
