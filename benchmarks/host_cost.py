@@ -10,7 +10,7 @@ import statistics
 import time
 
 import torch
-from gpu_attention_swap import StepInBackward, build
+from gpu_steps import StepInBackward, build
 
 import memopt
 

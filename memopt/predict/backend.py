@@ -1,6 +1,6 @@
 """A device without memory: copies take no time, or as much as they may."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -11,6 +11,7 @@ class FakeEvent:
     """The end of one batch of copies."""
 
     is_captured = False
+    origin_id = 0
 
     def __init__(self, *, has_ended: bool) -> None:
         self._has_ended = has_ended
@@ -49,7 +50,7 @@ class FakeBackend:
         """Begin a copy out."""
         return FakeEvent(has_ended=self._ends_at_once)
 
-    def copy_in(self, copies: Copies, after: Sequence[Event]) -> FakeEvent:
+    def copy_in(self, copies: Copies, after: Iterable[Event]) -> FakeEvent:
         """Copy in; its target takes its memory now, whenever the copy ends."""
         for _, target in copies:
             self._came_back(target)

@@ -16,6 +16,7 @@ from memopt.runtime.planned import planned_regions
 from memopt.runtime.pool import PoolStats
 from memopt.runtime.region import Region, previous_of, region_of, set_previous
 from memopt.runtime.rewrite import is_rewritten, restore_module, rewrite_module
+from memopt.runtime.settling import settle_after_forward, take_off_settling
 
 
 @dataclass(frozen=True, repr=False)
@@ -78,6 +79,8 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
             for module, region in regions.items():
                 rewrite_module(module, region)
                 set_previous(module, previous.get(module))
+            if any(region.action is Action.SWAP for region in regions.values()):
+                settle_after_forward(model)
     except BaseException:
         undo(model)
         raise
@@ -87,6 +90,7 @@ def apply_plan(model: nn.Module, plan: Plan) -> Rewriting:
 def undo(model: nn.Module) -> None:
     """Take every rewriting out of a model, or out of a copy of one; what was saved before still comes back right."""
     rewritten = [module for module in model.modules() if is_rewritten(module) or region_of(module) is not None]
+    take_off_settling(model)
     for module in rewritten:
         restore_module(module)
     if rewritten:  # no later forward will give back what the last copies hold

@@ -28,7 +28,11 @@ class Choice:
 
     def swaps(self, tensor: torch.Tensor) -> bool:
         """Decide on one saved tensor."""
-        return self.passes(tensor) and kind_of(tensor, *self._storages) is Kind.ACTIVATION
+        return self.passes(tensor) and self.is_activation(tensor)
+
+    def is_activation(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is no parameter, buffer, or cast of a parameter."""
+        return kind_of(tensor, *self._storages) is Kind.ACTIVATION
 
     def passes(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor may be swapped and the policy is for it, be it a parameter or not."""

@@ -20,7 +20,7 @@ from memopt.runtime.prediction import predicted_engine
 from memopt.runtime.slot import Leftover, Slot, State
 from memopt.units import format_bytes
 
-IN_FLIGHT_BYTES = 512 << 20
+IN_FLIGHT_BYTES = 1 << 30
 """How many bytes may be on their way out before the computation waits for the oldest of them."""
 HOST_SHARE = 0.8
 """How much of the host memory that is available at the start the pool may take."""
@@ -64,6 +64,12 @@ class Engine:
                 counters.copied_out_bytes += sum(slot.num_bytes for slot in moving)
             self._settle(self._in_flight_bytes, max_inflight)
 
+    def settle(self) -> None:
+        """Let the computation wait for all that is on its way out, and give back the memory of it."""
+        if self._leaving:
+            with self._lock:
+                self._settle(0)
+
     def load(self, slots: Iterable[Slot], counters: Counters) -> None:
         """Start copying back what is on the host; what has not left the device yet just stays there."""
         with self._lock:
@@ -89,7 +95,10 @@ class Engine:
             if slot.readers is not None and (here := self.backend.here()) not in slot.readers:
                 assert slot.event is not None
                 self.backend.wait(slot.event, slot.device)
-                slot.readers.add(here)
+                if here == slot.event.origin_id:
+                    slot.readers.add(here)  # one wait does for all that came with it
+                else:  # the memory of each must be told of another stream
+                    slot.readers = slot.readers | {here}
             if slot.state is State.LOADING:
                 slot.state, slot.version = State.RESIDENT, slot.device._version
             return slot.device
@@ -137,7 +146,7 @@ class Engine:
 
     def _take(self, num_bytes: int) -> Block | None:
         """Return host memory; raises a GraphCaptureError where it would have to be allocated within a capture."""
-        if self.backend.is_capturing() and not self.pool.has(num_bytes):
+        if not self.pool.has(num_bytes) and self.backend.is_capturing():
             raise GraphCaptureError(num_bytes)
         return self.pool.take(num_bytes)
 
@@ -182,16 +191,17 @@ class Engine:
                     slot.state, slot.device = State.HOST, None
 
     def _load(self, slots: list[Slot]) -> None:
-        copies, after = [], []
-        for slot in slots:
-            assert slot.host is not None and slot.event is not None
-            with torch.inference_mode(False):  # backward may run in it; the copy is written to by another thread
+        copies, after = [], set()
+        with torch.inference_mode(False):  # backward may run in it; the copy is written to by another thread
+            for slot in slots:
+                assert slot.host is not None and slot.event is not None
                 slot.device = torch.empty(slot.num_bytes, dtype=torch.uint8, device=self.backend.device)
-            copies.append((slot.host.memory, slot.device))
-            after.append(slot.event)
+                copies.append((slot.host.memory, slot.device))
+                after.add(slot.event)
         event = self.backend.copy_in(copies, after)
+        readers: set[int] = set()
         for slot in slots:
-            slot.state, slot.event, slot.readers = State.LOADING, event, set()
+            slot.state, slot.event, slot.readers = State.LOADING, event, readers
 
 
 _ENGINES: dict[torch.device, Engine] = {}
@@ -203,6 +213,14 @@ def engines_in_use(devices: Iterable[torch.device]) -> list[Engine]:
     """Return the engines of those devices that have one."""
     with _ENGINES_LOCK:
         return [_ENGINES[device] for device in devices if device in _ENGINES]
+
+
+def engines_at_work() -> list[Engine]:
+    """Return the engine of this thread's prediction, else all that there are."""
+    if (predicted := predicted_engine()) is not None:
+        return [predicted]
+    with _ENGINES_LOCK:
+        return list(_ENGINES.values())
 
 
 def engine_of(device: torch.device) -> Engine:

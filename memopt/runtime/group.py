@@ -2,26 +2,31 @@
 
 import threading
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from memopt.operands import PLAIN
 from memopt.runtime.choice import Choice
 from memopt.runtime.counters import Counters
 from memopt.runtime.engine import Engine
-from memopt.runtime.handles import Hooks, Kept, Swapped, unpack
+from memopt.runtime.handles import Hooks, Kept, Swapped, check_version, unpack
 from memopt.runtime.region import Region
-from memopt.runtime.roles import Lesson, Table
+from memopt.runtime.roles import Lesson, Move, Table
 from memopt.runtime.slot import Slot
-from memopt.tensors import storage_key
+from memopt.tensors import is_parameter, storage_key
+
+Stayed = tuple[torch.Tensor, int]
+"""A saved tensor that stays on the device, and the version that was saved; without its graph, as in `Kept`."""
 
 
 class Group:
     """The saves of one region in one forward call. Handles own it; groups hold each other weakly."""
 
     __slots__ = (
-        "__weakref__", "_choice", "_known", "_lesson", "_outer", "_position", "_reached", "_region", "_slots", "_table",
-        "counters", "engine", "fits_table", "forward", "has_successor", "previous", "thread",
+        "__weakref__", "_choice", "_known", "_lesson", "_moves", "_outer", "_position", "_reached", "_region", "_slots",
+        "_table", "counters", "engine", "fits_table", "forward", "has_successor", "previous", "thread",
     )  # fmt: skip
 
     def __init__(
@@ -46,6 +51,8 @@ class Group:
         self._choice: Choice | None = choice
         self._table = table or ()
         self._lesson = lesson
+        self._moves: list[Move] = []
+        """What became of each save of a call that learns."""
         self._position = 0
         self._reached = False
         self._slots: list[weakref.ref[Slot]] = []
@@ -60,20 +67,30 @@ class Group:
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Decide on one saved tensor: the hook that autograd calls in the region's forward."""
-        handle = self._swapped(tensor) if self._swaps(tensor) else Kept(self, tensor, self._outer)
         if self._lesson:
+            handle = (
+                Swapped(self, tensor, slot) if (slot := self._slot_for(tensor)) else Kept(self, tensor, self._outer)
+            )
             self._lesson.note(tensor, handle)
-        else:
-            self._follow(tensor)
-        return handle
+            self._moves.append(Move.WHOLE if slot else Move.STAY)
+            return handle
+        slot = self._slot_for(tensor) if self._may_move(tensor) else None
+        return Swapped(self, tensor, slot) if slot else self._stayed(tensor)
 
-    def unpack(self, handle: Any) -> torch.Tensor:
-        """Return what a handle stands for: the hook that autograd calls in backward."""
-        return unpack(handle)
+    def unpack(self, packed: Any) -> torch.Tensor:
+        """Return what stands for a saved tensor: the hook that autograd calls in backward."""
+        if not isinstance(packed, tuple):
+            return unpack(packed)
+        self.reach()
+        tensor, version = packed
+        check_version(self, tensor, version, tensor.shape)
+        return tensor  # type: ignore[no-any-return]
 
     def learned(self, table: Table) -> Table:
-        """Return what further calls know of this one's saves."""
-        return table
+        """Return what further calls know of this one's saves; a policy of the user's is asked in each of them anew."""
+        if callable(self._region.policy):
+            return tuple(replace(entry, move=Move.WHOLE) for entry in table)
+        return tuple(replace(entry, move=move) for entry, move in zip(table, self._moves, strict=True))
 
     def close(self) -> None:
         """Start the copies of the whole group at once, and let go of what only the forward needed.
@@ -108,23 +125,37 @@ class Group:
         if before:
             before.engine.load(before.slots(), before.counters)
 
-    def _swaps(self, tensor: torch.Tensor) -> bool:
-        assert self._choice is not None
-        return self._choice.swaps(tensor)
+    def _stayed(self, tensor: torch.Tensor) -> Kept | Stayed:
+        """Return what holds a tensor that stays: most of a region's saves do, and have nothing but a version to check."""
+        if self._outer is not None or type(tensor) not in PLAIN:
+            return Kept(self, tensor, self._outer)
+        return tensor if is_parameter(tensor) else tensor.detach(), tensor._version
 
-    def _follow(self, tensor: torch.Tensor) -> None:
-        """Note whether a save is the one that was learned for its position."""
+    def _may_move(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a save is not known to stay, and note whether it is the one that was learned for its position.
+
+        Of what stays only the need of a gradient is compared, which a call may have changed: that it stays is never wrong.
+        """
         position, self._position = self._position, self._position + 1
-        if self.fits_table:
-            self.fits_table = position < len(self._table) and self._table[position].fits(tensor)
+        if not self.fits_table or position >= len(self._table):
+            self.fits_table = False
+            return True
+        entry = self._table[position]
+        if entry.move is Move.STAY and entry.needs_grad is tensor.requires_grad:
+            return False
+        self.fits_table = entry.fits(tensor)
+        return True
 
-    def _swapped(self, tensor: torch.Tensor) -> Swapped:
-        """Return a handle on the slot of a tensor's storage at its version; a second save shares the first one's."""
+    def _slot_for(self, tensor: torch.Tensor) -> Slot | None:
+        """Return the slot of a tensor's storage at its version, if it is swapped; a second save shares the first one's."""
+        assert self._choice is not None
+        if not self._choice.passes(tensor):
+            return None
         key = (storage_key(tensor), tensor._version)
         slot = self._known.get(key)
-        if slot is None:
+        if slot is None and self._choice.is_activation(tensor):
             slot = self._known[key] = Slot(self.engine, tensor)
             self._slots.append(weakref.ref(slot))
             self.counters.registered_tensors += 1
             self.counters.registered_bytes += slot.num_bytes
-        return Swapped(self, tensor, slot)
+        return slot

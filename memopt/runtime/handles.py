@@ -4,11 +4,10 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from memopt.errors import SavedTensorModifiedError
 from memopt.runtime.slot import Slot, State
-from memopt.tensors import NOTHING
+from memopt.tensors import NOTHING, is_parameter
 
 if TYPE_CHECKING:
     from memopt.runtime.group import Group
@@ -27,7 +26,7 @@ class Kept:
         self._version = tensor._version
         # A tensor that has a grad_fn, or is given one in place, would keep its own graph alive for ever if it were
         # held here. A parameter itself has none, and sees what is assigned to its .data, as without hooks.
-        own = isinstance(tensor, nn.Parameter)
+        own = is_parameter(tensor)
         self._value = outer[0](tensor) if outer else tensor if own else tensor.detach()
         self._unpack = outer[1] if outer else None
 
@@ -111,6 +110,8 @@ def unpack(handle: "Kept | Swapped | Recipe") -> torch.Tensor:
 
 def _viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a flat view of a tensor's whole storage in another dtype."""
+    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.numel() % dtype.itemsize == 0:  # as it came back
+        return tensor.view(dtype)
     num_bytes = tensor.untyped_storage().nbytes() // dtype.itemsize * dtype.itemsize
     flat = tensor.as_strided((num_bytes // tensor.element_size(),), (1,), 0)
     return flat.view(dtype)

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import torch
 
 from memopt.ir.regions import Save, regions_in
-from memopt.operands import PLAIN, TENSORS
-from memopt.runtime.group import Group
-from memopt.runtime.handles import Kept, Swapped, check_version
+from memopt.operands import TENSORS
+from memopt.runtime.group import Group, Stayed
+from memopt.runtime.handles import Kept, Swapped
 from memopt.runtime.recipe import Recipe
 from memopt.runtime.replan import WHOLE, Sizes
 from memopt.runtime.replay.outputs import Output
@@ -19,8 +19,6 @@ from memopt.runtime.slot import Slot
 from memopt.tensors import cast_source, storage_key
 
 Handle = Kept | Swapped | Recipe
-Stayed = tuple[torch.Tensor, int]
-"""A saved tensor that stays on the device, and the version that was saved; without its graph, as in `Kept`."""
 
 
 class _Note(NamedTuple):
@@ -70,18 +68,9 @@ class PartsGroup(Group):
         position, self._position = self._position, self._position + 1
         return handle or self._by_position(tensor, position)
 
-    def unpack(self, packed: Handle | Stayed) -> torch.Tensor:
-        """Return what stands for a saved tensor: the hook that autograd calls in backward."""
-        if not isinstance(packed, tuple):
-            return packed.unpack()
-        self.reach()
-        tensor, version = packed
-        check_version(self, tensor, version, tensor.shape)
-        return tensor
-
     def learned(self, table: Table) -> Table:
         """Return a table with what becomes of each save, and do so with the saves of this call."""
-        moves = self._moves(table)
+        moves = self._ways(table)
         for note, move in zip(self._notes, moves, strict=True):
             handle = note.handle()
             if move is Move.STAY or not isinstance(handle, Swapped):
@@ -108,13 +97,6 @@ class PartsGroup(Group):
         if move is Move.STAY or not self._choice.passes(tensor):  # that it is no parameter was seen when it was learned
             return self._stayed(tensor)
         return Swapped(self, tensor, self._slot(tensor, gathers=move is Move.GATHER))
-
-    def _stayed(self, tensor: torch.Tensor) -> Kept | Stayed:
-        """Return what holds a tensor that stays: most of a layer's saves do, and have nothing but a version to check."""
-        if self._outer is not None or type(tensor) not in PLAIN:
-            return Kept(self, tensor, self._outer)
-        is_parameter = isinstance(tensor, torch.nn.Parameter)  # of a prediction too, which has it as a FakeTensor
-        return tensor if is_parameter else tensor.detach(), tensor._version
 
     def _move_at(self, tensor: torch.Tensor, position: int) -> Move:
         """Return what was learned for a position; only where something is to move it must be what was learned."""
@@ -178,7 +160,7 @@ class PartsGroup(Group):
             )
         )
 
-    def _moves(self, table: Table) -> list[Move]:
+    def _ways(self, table: Table) -> list[Move]:
         """Return what becomes of each save: of a storage all saves are swapped or none, else copying frees nothing."""
         names = self._names(table)
         moves = [Move.STAY] * len(table)

@@ -54,6 +54,11 @@ class Entry:
     move: "Move" = Move.STAY
     """What a group of parts has decided on it."""
 
+    @property
+    def needs_grad(self) -> bool:
+        """Whether the save needed a gradient."""
+        return bool(self.looks[2])
+
     def fits(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor looks like the save that was learned."""
         return looks_of(tensor) == self.looks
@@ -65,7 +70,7 @@ Looks = tuple[Any, ...]
 def looks_of(tensor: torch.Tensor) -> Looks:
     """Return class, dtype, need of grad and geometry of a tensor; sparse and nested ones have no strides."""
     plain = tensor.layout is torch.strided and not tensor.is_nested
-    geometry = (tuple(tensor.shape), tensor.stride()) if plain else (tensor.layout,)
+    geometry = (tensor.shape, tensor.stride()) if plain else (tensor.layout,)
     return type(tensor), tensor.dtype, tensor.requires_grad, geometry
 
 
@@ -84,7 +89,7 @@ def signature(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any
         autocast,
         getattr(getattr(module, "config", None), "_attn_implementation", None),
         _described(args),
-        tuple((name, _described(kwargs[name])) for name in sorted(kwargs)),
+        tuple([(name, _described(value)) for name, value in kwargs.items()]),
     )
 
 
@@ -93,7 +98,7 @@ def _described(value: Any, depth: int = 0) -> Any:
         return type(value), value.shape if not value.is_nested else None, value.dtype, value.requires_grad
     if isinstance(value, (tuple, list)):
         short = depth < MAX_DEPTH and len(value) <= MAX_LENGTH
-        return tuple(_described(one, depth + 1) for one in value) if short else (type(value), len(value))
+        return tuple([_described(one, depth + 1) for one in value]) if short else (type(value), len(value))
     return value if isinstance(value, (bool, int, float, str)) else type(value)
 
 

@@ -71,7 +71,7 @@ class Slot:
         self.event: Event | None = None
         self.state = State.RESIDENT
         self.readers: set[int] | None = None
-        """The streams that have waited for the copy-in; None as long as there was no copy-in."""
+        """The streams that have waited for the copy-in, of all that came with it; None as long as there was none."""
 
     def flat(self) -> torch.Tensor:
         """Return what is to be copied out as flat bytes; a view is gathered now, and its storage let go."""

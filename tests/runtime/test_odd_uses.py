@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import memopt
 from memopt.errors import GraphCompileError, MemoptError
 from memopt.runtime import finish_copies, swap_wrapper
+from memopt.runtime.settling import settle_copies
 from memopt.runtime.slot import State
 from tests import models
 from tests.runtime.engines import counters_of, cpu_engine, everything
@@ -197,7 +198,8 @@ def test_an_interrupt_while_learning_leaves_nothing_that_acts(monkeypatch):
         module(models.hidden())
     assert calls
     assert_equal_steps(plain, module, models.hidden())
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules())
+    assert {*module._forward_hooks.values()} == {settle_copies}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in module.modules() if m is not module)
 
 
 def test_a_lazy_rewriting_survives_a_first_forward_that_fails():

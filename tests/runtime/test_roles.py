@@ -7,6 +7,7 @@ import memopt
 from memopt.ir import Plan, account
 from memopt.passes import AttentionSwap, Pipeline, PrefetchChain
 from memopt.runtime.module_state import state_of
+from memopt.runtime.settling import settle_copies
 from tests import models
 from tests.runtime.engines import cpu_engine
 from tests.runtime.steps import SWAP, assert_equal_gradients, assert_equal_steps, step
@@ -116,7 +117,8 @@ def test_learning_leaves_no_hook_and_reads_no_value():
     memopt.apply(model, SWAP, models.batch())
     handle = memopt.apply(model, memopt.plan(memopt.analyze(model, models.batch()), **SWAP))
     loss = model(**models.batch()).loss
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
+    assert {*model._forward_hooks.values()} == {settle_copies}
+    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules() if m is not model)
     assert handle.stats().copied_in_tensors == 0
     loss.backward()
 

@@ -1,6 +1,7 @@
 """CUDA, XPU, NPU: pinned host memory and two copy streams, since the bus is duplex."""
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from memopt.runtime.backends.base import Copies, Event
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class StreamEvent:
     """An event on a copy stream, and the compute stream whose work the copies followed."""
 
@@ -16,21 +17,33 @@ class StreamEvent:
     origin: torch.Stream
     is_captured: bool = False
     """Whether it is a node of a CUDA graph: nobody can ask it then whether it has passed."""
+    _has_passed: bool = False
+
+    @property
+    def origin_id(self) -> int:
+        """The number of that compute stream."""
+        return self.origin.stream_id
 
     def done(self) -> bool:
         """Tell whether the device has passed the event.
 
         Within a capture nothing that was captured has; what was before has, for a capture begins with a synchronisation.
         """
-        if self.is_captured or is_capturing(self.origin.device):
-            return not (self.is_captured and is_capturing(self.origin.device))
-        return self.native.query()
+        if self.is_captured:
+            return not is_capturing(self.origin.device)
+        if not self._has_passed:  # the driver is asked for no event twice that has
+            self._has_passed = is_capturing(self.origin.device) or self.native.query()
+        return self._has_passed
 
 
 def is_capturing(device: torch.device) -> bool:
     """Tell whether the current stream of a device is being captured into a graph."""
-    module = torch.get_device_module(device)
-    return bool(getattr(module, "is_current_stream_capturing", bool)())
+    return bool(_capture_query(device.type)())
+
+
+@functools.cache
+def _capture_query(device_type: str) -> Callable[[], bool]:
+    return getattr(torch.get_device_module(device_type), "is_current_stream_capturing", bool)
 
 
 class AcceleratorBackend:
@@ -52,7 +65,7 @@ class AcceleratorBackend:
         """Copy device to host on the copy-out stream, after the current stream."""
         return self._copy(self._out, copies, ())
 
-    def copy_in(self, copies: Copies, after: Sequence[Event]) -> StreamEvent:
+    def copy_in(self, copies: Copies, after: Iterable[Event]) -> StreamEvent:
         """Copy host to device on the copy-in stream, after the current stream, in which the targets were allocated."""
         return self._copy(self._in, copies, after)
 
@@ -74,7 +87,7 @@ class AcceleratorBackend:
         assert isinstance(event, StreamEvent)
         event.origin.wait_event(event.native)
 
-    def _copy(self, stream: torch.Stream, copies: Copies, after: Sequence[Event]) -> StreamEvent:
+    def _copy(self, stream: torch.Stream, copies: Copies, after: Iterable[Event]) -> StreamEvent:
         origin = torch.accelerator.current_stream(self._index)
         stream.wait_event(origin.record_event())
         for event in after:

@@ -1,6 +1,6 @@
 """What the swap engine asks of a device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -11,6 +11,10 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 class Event(Protocol):
     """The end of one batch of copies."""
+
+    @property
+    def origin_id(self) -> int:
+        """The number of the stream whose computation the copies followed, as `Backend.here` gives it."""
 
     @property
     def is_captured(self) -> bool:
@@ -33,7 +37,7 @@ class Backend(Protocol):
     def copy_out(self, copies: Copies) -> Event:
         """Copy device to host once the computation issued so far is done."""
 
-    def copy_in(self, copies: Copies, after: Sequence[Event]) -> Event:
+    def copy_in(self, copies: Copies, after: Iterable[Event]) -> Event:
         """Copy host to device once `after` and the computation issued so far are done."""
 
     def here(self) -> int:

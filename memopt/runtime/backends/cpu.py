@@ -4,7 +4,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -20,8 +20,9 @@ class ThreadEvent:
     """One batch of copies by a worker thread, and its end."""
 
     is_captured = False
+    origin_id = 0
 
-    def __init__(self, copies: Copies, after: Sequence[Event]) -> None:
+    def __init__(self, copies: Copies, after: Iterable[Event]) -> None:
         self._copies, self._after = copies, after
         self._flag = threading.Event()
         self._error: str | None = None
@@ -78,7 +79,7 @@ class CpuBackend:
         """Queue a batch for the copy-out worker."""
         return self._submit(self._workers[0], copies, ())
 
-    def copy_in(self, copies: Copies, after: Sequence[Event]) -> ThreadEvent:
+    def copy_in(self, copies: Copies, after: Iterable[Event]) -> ThreadEvent:
         """Queue a batch for the copy-in worker."""
         return self._submit(self._workers[1], copies, after)
 
@@ -99,7 +100,7 @@ class CpuBackend:
         assert isinstance(event, ThreadEvent)
         event.wait()
 
-    def _submit(self, worker: "Worker", copies: Copies, after: Sequence[Event]) -> ThreadEvent:
+    def _submit(self, worker: "Worker", copies: Copies, after: Iterable[Event]) -> ThreadEvent:
         if self._poison:
             for _, target in copies:
                 target.fill_(POISON)
