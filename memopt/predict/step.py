@@ -59,8 +59,7 @@ class FakeSteps:
         engine = Engine(backend, cap_bytes=_NO_CAP_BYTES)
         self._mode.use = Use.WORKSPACE
         with predicting(engine), self._run.on_fakes():
-            for _ in range(num_forwards):
-                self._forward()
+            self._warm_up(num_forwards)
             engine.finish()  # what the forwards before have on its way would be back in a step that went on
             self._training.begin()
             timeline = self._mode.begin_step(self._run.twin)
@@ -72,6 +71,20 @@ class FakeSteps:
     def close(self) -> None:
         """Let go of the model."""
         self._training.close()
+
+    def _warm_up(self, num_forwards: int) -> None:
+        """Run forwards, in which regions learn; and backward, if a model keeps what belongs to a graph until the next one.
+
+        Only a backward frees what that graph has saved, and a region does not skip what is still to be proven.
+        """
+        before, keeps = self._mode.live.total, False
+        for _ in range(num_forwards):
+            loss = self._forward()
+            if keeps:
+                run_backward(loss)
+            del loss
+            keeps = self._mode.live.total > before
+        self._training.drop_gradients()
 
     def _train(self, timeline: Timeline) -> None:
         loss = self._forward()

@@ -1,6 +1,7 @@
 """A step on fake tensors takes, operator by operator, the bytes that a real one takes."""
 
 import pytest
+import torch
 
 import memopt
 from memopt.ir import DEVICES, Use, account, policy
@@ -56,3 +57,29 @@ def test_the_peak_is_found_in_the_module_or_the_node_that_made_it():
     largest = [p.untyped_storage().nbytes() for p in (*plain.parameters(), *plain.buffers())]
     assert step.peak.bytes_for(Use.PARAMETERS) == sum(-(-num_bytes // 512) * 512 for num_bytes in largest)
     assert step.peak.bytes_for(Use.ACTIVATIONS) > 0
+
+
+@pytest.mark.parametrize("config", ["nothing", "full"])
+def test_a_model_that_keeps_a_part_of_its_graph_is_predicted_after_a_backward(config):
+    torch.manual_seed(0)
+    plain, inputs = Remembering(), {"hidden_states": torch.randn(4, 64, requires_grad=True)}
+    plan = memopt.plan(memopt.analyze(plain, inputs), CONFIGS[config]) if CONFIGS[config] else None
+    timeline, _, _ = predicted(plain, inputs, plan, ends_at_once=True, num_forwards=2)
+    if plan:
+        memopt.apply(plain, plan)
+    assert timeline.totals == real_totals(plain, inputs, ends_at_once=True)
+
+
+class Remembering(torch.nn.Module):
+    """Keeps what it computed, with its graph, until the next forward, as recurrent layers do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.TransformerEncoderLayer(64, 2, 64, 0.0) for _ in range(2))
+        self.state = None
+
+    def forward(self, hidden_states):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        self.state = hidden_states.exp()
+        return (hidden_states.tanh() + self.state).sum()
