@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memopt.analyze.fake import DEVICE, TraceMode
 from memopt.ir import Use
@@ -49,7 +50,7 @@ class CountingMode(TraceMode):
         finally:
             self.cache_enabled = cached
         made = [t for t in (out if isinstance(out, (tuple, list)) else (out,)) if isinstance(t, torch.Tensor)]
-        made = [tensor for tensor in made if tensor.device.type not in self._on_host]
+        made = [tensor for tensor in made if _device_of(tensor).type not in self._on_host]
         if self.use is not None:
             for tensor in made:
                 self.live.note(tensor, self.use)
@@ -80,6 +81,11 @@ class CountingMode(TraceMode):
         if self._places is not None:
             self._places.close()
         self._timeline = self._places = None
+
+
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    """Return a tensor's device; a fake tensor asks its mode for it, which takes as long as an operator."""
+    return tensor.fake_device if type(tensor) is FakeTensor else tensor.device
 
 
 def _draws(func: Any, args: Any, kwargs: Any) -> bool:
