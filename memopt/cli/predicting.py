@@ -1,5 +1,6 @@
 """What memopt-analyze is asked to predict, and the prediction."""
 
+import gc
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Literal
 
@@ -62,6 +63,7 @@ class PredictionRequest:
         """Predict a step of the model that the plan was made for, traced on an input; raises MemoptError."""
         import memopt
 
+        gc.freeze()  # the libraries and the trace stay until the command ends: a tenth of the time went into looking again
         return memopt.predict(
             plan,
             source.config if source.live is None else source.live,
