@@ -12,7 +12,7 @@ from memopt.ir import Action, CheckpointPolicy, Kind
 from memopt.ir.offload import Offload
 from memopt.operands import PLAIN
 from memopt.runtime.marks import is_marked
-from memopt.runtime.policy import SWAPS, policy_of
+from memopt.runtime.policy import KEPT_LOOKS, SWAPS, policy_of
 from memopt.runtime.region import Region
 from memopt.tensors import is_odd, kind_of, storage_keys
 
@@ -23,12 +23,17 @@ class Choice:
     def __init__(self, region: Region, module: nn.Module, device: torch.device) -> None:
         self._policy = _large(region.offload or Offload()) if region.collects else policy_of(region.policy)
         self._keeps_all = region.action is Action.KEEP and region.offload is None
+        self._keeps_looks = KEPT_LOOKS.get(region.policy) if isinstance(region.policy, str) else None
         self._module = module
         self._device = device
 
     def swaps(self, tensor: torch.Tensor) -> bool:
         """Decide on one saved tensor."""
         return self.passes(tensor) and self.is_activation(tensor)
+
+    def stays_by_looks(self, tensor: torch.Tensor) -> bool:
+        """Tell whether whatever looks like a tensor stays; a policy of the user's may say something else each time."""
+        return self._keeps_all or (self._keeps_looks is not None and self._keeps_looks(tensor))
 
     def is_activation(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor is no parameter, buffer, or cast of a parameter."""

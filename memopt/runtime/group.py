@@ -52,7 +52,7 @@ class Group:
         self._table = table or ()
         self._lesson = lesson
         self._moves: list[Move] = []
-        """What became of each save of a call that learns."""
+        """Of each save of a call that learns whether it may ever move."""
         self._position = 0
         self._reached = False
         self._slots: list[weakref.ref[Slot]] = []
@@ -72,7 +72,8 @@ class Group:
                 Swapped(self, tensor, slot) if (slot := self._slot_for(tensor)) else Kept(self, tensor, self._outer)
             )
             self._lesson.note(tensor, handle)
-            self._moves.append(Move.WHOLE if slot else Move.STAY)
+            assert self._choice is not None
+            self._moves.append(Move.STAY if self._choice.stays_by_looks(tensor) else Move.WHOLE)
             return handle
         slot = self._slot_for(tensor) if self._may_move(tensor) else None
         return Swapped(self, tensor, slot) if slot else self._stayed(tensor)
@@ -87,9 +88,7 @@ class Group:
         return tensor  # type: ignore[no-any-return]
 
     def learned(self, table: Table) -> Table:
-        """Return what further calls know of this one's saves; a policy of the user's is asked in each of them anew."""
-        if callable(self._region.policy):
-            return tuple(replace(entry, move=Move.WHOLE) for entry in table)
+        """Return what further calls know of this one's saves."""
         return tuple(replace(entry, move=move) for entry, move in zip(table, self._moves, strict=True))
 
     def close(self) -> None:
@@ -132,19 +131,14 @@ class Group:
         return tensor if is_parameter(tensor) else tensor.detach(), tensor._version
 
     def _may_move(self, tensor: torch.Tensor) -> bool:
-        """Tell whether a save is not known to stay, and note whether it is the one that was learned for its position.
-
-        Of what stays only the need of a gradient is compared, which a call may have changed: that it stays is never wrong.
-        """
+        """Tell whether a save is not known to stay, and note whether it is the one that was learned for its position."""
         position, self._position = self._position, self._position + 1
         if not self.fits_table or position >= len(self._table):
             self.fits_table = False
             return True
         entry = self._table[position]
-        if entry.move is Move.STAY and entry.needs_grad is tensor.requires_grad:
-            return False
         self.fits_table = entry.fits(tensor)
-        return True
+        return not self.fits_table or entry.move is not Move.STAY
 
     def _slot_for(self, tensor: torch.Tensor) -> Slot | None:
         """Return the slot of a tensor's storage at its version, if it is swapped; a second save shares the first one's."""

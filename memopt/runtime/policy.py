@@ -24,6 +24,19 @@ def attention_swap_policy(tensor: torch.Tensor) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SWAP if reason is None else CheckpointPolicy.MUST_SAVE
 
 
+def attention_keeps_looks(tensor: torch.Tensor) -> bool:
+    """Tell whether attention swap keeps a tensor whatever its storage is: for its size, its dims, as it needs no grad."""
+    num_bytes = tensor.numel() * tensor.element_size()
+    reason = attention_keep_reason(
+        requires_grad=tensor.requires_grad, num_dims=tensor.dim(), tensor_bytes=num_bytes, storage_bytes=num_bytes
+    )
+    return reason is not None
+
+
+KEPT_LOOKS: MappingProxyType[str, Callable[[torch.Tensor], bool]] = MappingProxyType(
+    {"attention": attention_keeps_looks}
+)
+"""By the name of a policy, what tells the tensors that it keeps by their looks alone."""
 TENSOR_POLICIES: MappingProxyType[str, Callable[[torch.Tensor], Any]] = MappingProxyType(
     {"attention": attention_swap_policy}
 )

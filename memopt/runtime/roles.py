@@ -52,12 +52,7 @@ class Entry:
     owner: str = ""
     """The path of the module that saved it, from the region; known for every save."""
     move: "Move" = Move.STAY
-    """What a group of parts has decided on it."""
-
-    @property
-    def needs_grad(self) -> bool:
-        """Whether the save needed a gradient."""
-        return bool(self.looks[2])
+    """What a group of parts has decided on it; in a whole region only STAY says anything: all of its looks stay."""
 
     def fits(self, tensor: torch.Tensor) -> bool:
         """Tell whether a tensor looks like the save that was learned."""

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch import nn
 
 import memopt
 from memopt.ir import Plan, account
@@ -128,3 +129,46 @@ def test_the_number_of_remembered_signatures_is_bounded():
     for length in range(2, 60):
         attention(models.hidden(batch_size=1, seq_length=length))
     assert len(state_of(attention).tables) == 32
+
+
+class Sigmoids(nn.Module):
+    """Attention of which a region's signature says nothing: its input is in a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, inputs):
+        return self.second(self.first(inputs["x"]).sigmoid())
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.self_attn = Sigmoids()
+
+    def forward(self, x):
+        return self.self_attn({"x": x}).sum()
+
+
+@pytest.mark.parametrize("first", ["small", "without grad", "part of a storage"])
+def test_what_stayed_in_the_call_that_learned_is_swapped_once_it_may_be(first, monkeypatch):
+    monkeypatch.setattr("memopt.ir.policy.MIN_SWAP_TENSOR_BYTES", 1 << 14)
+    large = torch.randn(4096, 64, requires_grad=True)
+    begins = {
+        "small": torch.randn(4, 64, requires_grad=True),
+        "without grad": large.detach(),
+        "part of a storage": torch.randn(2, 4096, 64, requires_grad=True)[0],
+    }
+    counts = []
+    for inputs in (begins[first], large):
+        model = Model()
+        plan = Pipeline([AttentionSwap(margin_bytes=0), PrefetchChain()]).run(
+            Plan(graph=memopt.analyze(model, {"x": large}))
+        )
+        handle = memopt.apply(model, plan)
+        model(inputs).backward()
+        before = handle.stats().copied_out_tensors
+        model(large).backward()
+        counts.append(handle.stats().copied_out_tensors - before)
+    assert counts[0] == counts[1] > 0
