@@ -74,8 +74,12 @@ def print_table(report):
     table = Table(*headers, title=title)
     base = report["modes"]["nothing"]
     for name, row in report["modes"].items():
-        table.add_row(name, *([row["failed"]] if "failed" in row else _cells(row, base)))
-    Console(width=190).print(table)
+        table.add_row(name, *(["-"] if "failed" in row else _cells(row, base)))
+    console = Console(width=190)
+    console.print(table)
+    for name, row in report["modes"].items():
+        if "failed" in row:
+            console.print(f"{name}: {row['failed']}", markup=False)
 
 
 def _cells(row, base):

@@ -12,17 +12,13 @@ import json
 import statistics
 
 import torch
-from gpu_steps import arguments, prepare, timed, train_step, write
+from gpu_steps import PARADIGM, arguments, prepare, timed, train_step, write
 
 import memopt
 from memopt.ir import account
 from memopt.ir.regions import FUSED_GROUP_MLP
 from memopt.runtime import finish_copies
 
-PARADIGM = {
-    "activation_offload": {"modules": ["core_attn", "attn_proj", "expert_fc1"]},
-    "recompute": {"modules": ["layernorm", "moe_act"]},
-}
 WARM_UP = 3
 
 

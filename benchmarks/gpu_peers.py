@@ -8,20 +8,10 @@ import functools
 import importlib.util
 
 import torch
-from gpu_steps import nothing
+from gpu_attention_swap import attention_swap
+from gpu_steps import nothing, paradigm_of
 
 import memopt
-from memopt.ir import Plan
-from memopt.passes import AttentionSwap, Pipeline, PrefetchChain
-
-PARADIGM = {
-    "activation_offload": {"modules": ["core_attn", "attn_proj", "expert_fc1"]},
-    "recompute": {"modules": ["layernorm", "moe_act"]},
-}
-DENSE_PARADIGM = {
-    "activation_offload": {"modules": ["core_attn", "attn_proj"]},
-    "recompute": {"modules": ["layernorm", "mlp_act"]},
-}
 
 
 @contextlib.contextmanager
@@ -34,15 +24,9 @@ def planned(model, graph, config):
         handle.undo()
 
 
-@contextlib.contextmanager
-def attention_swap(model, graph, margin_bytes):
-    """Swap what attention saves, but for the last layers up to a margin."""
-    plan = Pipeline([AttentionSwap(margin_bytes=margin_bytes), PrefetchChain()]).run(Plan(graph=graph))
-    handle = memopt.apply(model, plan)
-    try:
-        yield handle
-    finally:
-        handle.undo()
+def nothing_kept(model, graph):
+    """Swap what attention saves in every layer, the last one too."""
+    return attention_swap(model, memopt.plan(graph, activation_swap="attention"), margin_bytes=0)
 
 
 @contextlib.contextmanager
@@ -101,13 +85,12 @@ def transformers_checkpoint(model, graph, **options):
 
 def modes(preset):
     """Return the modes by name, those that need most host memory last."""
-    paradigm = PARADIGM if "a3b" in preset or "moe" in preset else DENSE_PARADIGM
     ours = {
         "memopt attention swap": functools.partial(planned, config={"activation_swap": "attention"}),
-        "memopt attention swap, nothing kept": functools.partial(attention_swap, margin_bytes=0),
+        "memopt attention swap, nothing kept": nothing_kept,
         "memopt full": functools.partial(planned, config={"activation_checkpoint": "full"}),
         "memopt selective": functools.partial(planned, config={"activation_checkpoint": "selective"}),
-        "memopt paradigm": functools.partial(planned, config=paradigm),
+        "memopt paradigm": functools.partial(planned, config=paradigm_of(preset)),
     }
     peers = {
         "transformers checkpoint": transformers_checkpoint,

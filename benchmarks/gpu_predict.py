@@ -15,16 +15,8 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import torch
-from gpu_steps import build, config_of, timed, train_step, write
+from gpu_steps import build, config_of, paradigm_of, timed, train_step, write
 
-PARADIGM = {
-    "activation_offload": {"modules": ["core_attn", "attn_proj", "expert_fc1"]},
-    "recompute": {"modules": ["layernorm", "moe_act"]},
-}
-DENSE_PARADIGM = {
-    "activation_offload": {"modules": ["core_attn", "attn_proj"]},
-    "recompute": {"modules": ["layernorm", "mlp_act"]},
-}
 STEPS = 3
 
 
@@ -34,7 +26,7 @@ def modes(preset):
         "attention swap": {"activation_swap": "attention"},
         "full": {"activation_checkpoint": "full"},
         "selective": {"activation_checkpoint": "selective"},
-        "paradigm": PARADIGM if "a3b" in preset or "moe" in preset else DENSE_PARADIGM,
+        "paradigm": paradigm_of(preset),
     }
 
 

@@ -11,6 +11,20 @@ from typing import NamedTuple
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+PARADIGM = {
+    "activation_offload": {"modules": ["core_attn", "attn_proj", "expert_fc1"]},
+    "recompute": {"modules": ["layernorm", "moe_act"]},
+}
+DENSE_PARADIGM = {
+    "activation_offload": {"modules": ["core_attn", "attn_proj"]},
+    "recompute": {"modules": ["layernorm", "mlp_act"]},
+}
+
+
+def paradigm_of(preset):
+    """Return the published combination of offload and recompute, for experts or for one MLP a layer."""
+    return PARADIGM if "a3b" in preset or "moe" in preset else DENSE_PARADIGM
+
 
 def config_of(preset, num_layers):
     facts = json.loads((resources.files("memopt.presets") / f"{preset}.json").read_text())
