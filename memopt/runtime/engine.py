@@ -66,9 +66,9 @@ class Engine:
 
     def settle(self) -> None:
         """Let the computation wait for all that is on its way out, and give back the memory of it."""
-        if self._leaving:
-            with self._lock:
-                self._settle(0)
+        with self._lock:
+            self._settle(0)
+            self.collect()
 
     def load(self, slots: Iterable[Slot], counters: Counters) -> None:
         """Start copying back what is on the host; what has not left the device yet just stays there."""

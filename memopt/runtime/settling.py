@@ -22,6 +22,7 @@ def settle_after_forward(model: nn.Module) -> None:
 
 
 def take_off_settling(model: nn.Module) -> None:
-    """Remove the hook from a model or from a copy of one."""
-    for key in [key for key, hook in model._forward_hooks.items() if hook is settle_copies]:
-        del model._forward_hooks[key]
+    """Remove the hook from a model, a copy of one, or what was wrapped around one."""
+    for module in model.modules():  # PEFT may have wrapped the model since
+        for key in [key for key, hook in module._forward_hooks.items() if hook is settle_copies]:
+            del module._forward_hooks[key]

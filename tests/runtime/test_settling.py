@@ -65,3 +65,26 @@ def test_copies_of_the_model_settle_too_and_undo_takes_the_hook_off():
 def test_a_plan_without_copies_puts_no_hook_on():
     model, _, _ = rewritten({"activation_checkpoint": "full"})
     assert not model._forward_hooks
+
+
+def test_undo_of_what_was_wrapped_around_the_model_takes_the_hook_off_too():
+    with cpu_engine():
+        model, _, _ = rewritten()
+        memopt.undo(torch.nn.Sequential(model))
+        assert not model._forward_hooks
+
+
+def test_the_next_forward_lets_go_of_what_a_failed_one_left():
+    with cpu_engine(in_flight_bytes=1 << 30) as engine:
+        model, inputs, _ = rewritten()
+        model(**inputs).loss.backward()
+        hook = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(**inputs)
+        hook.remove()
+        engine.finish()
+        engine.leftovers.extend(engine._pending)
+        with torch.no_grad():
+            model(**inputs)
+        assert not engine._leaving
+        assert engine.pool.in_use_bytes == 0
