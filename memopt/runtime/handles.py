@@ -81,7 +81,8 @@ class Swapped(Gone):
         if self._slot.is_compact:
             return self._spread(whole)
         if whole.dtype is not self._dtype:
-            whole = _viewed(whole, self._dtype)
+            has_returned = self._slot.readers is not None and self._slot.num_bytes % self._dtype.itemsize == 0
+            whole = whole.view(self._dtype) if has_returned else _viewed(whole, self._dtype)
         return whole.as_strided(self._shape, self._stride, self._offset)
 
     def move_to(self, slot: Slot) -> None:
@@ -110,8 +111,6 @@ def unpack(handle: "Kept | Swapped | Recipe") -> torch.Tensor:
 
 def _viewed(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a flat view of a tensor's whole storage in another dtype."""
-    if tensor.dtype is torch.uint8 and tensor.dim() == 1 and tensor.numel() % dtype.itemsize == 0:  # as it came back
-        return tensor.view(dtype)
     num_bytes = tensor.untyped_storage().nbytes() // dtype.itemsize * dtype.itemsize
     flat = tensor.as_strided((num_bytes // tensor.element_size(),), (1,), 0)
     return flat.view(dtype)

@@ -17,8 +17,9 @@ def settle_copies(module: nn.Module, args: Any, output: Any) -> None:
 
 
 def settle_after_forward(model: nn.Module) -> None:
-    """Put the hook on a model."""
-    model.register_forward_hook(settle_copies)
+    """Put the hook on a model, once: undoing what is inside of a model leaves it there."""
+    if settle_copies not in model._forward_hooks.values():
+        model.register_forward_hook(settle_copies)
 
 
 def take_off_settling(model: nn.Module) -> None:

@@ -92,6 +92,27 @@ def test_every_dtype_and_the_scalar(dtype):
         Saving.seen = []
 
 
+class Bytes(nn.Module):
+    """Saves bytes from the middle of a storage, and the same storage as numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(16))
+
+    def forward(self, data):
+        return (self.one * data[1:5]).sum() + (self.other * data.view(torch.float32)).sum()
+
+
+@pytest.mark.parametrize("in_flight_bytes", [0, 1 << 30])
+def test_bytes_that_are_saved_as_numbers_too(in_flight_bytes):
+    plain, swapped = Bytes(), swap_wrapper(Bytes(), everything)
+    data = torch.ones(16).view(torch.uint8).clone()
+    with cpu_engine(in_flight_bytes=in_flight_bytes, delay_s=lambda: 0.05):
+        for module in (plain, swapped):
+            module(data).backward()
+    assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), swapped.parameters(), strict=True))
+
+
 def test_parameters_their_views_their_casts_and_buffers_never_move():
     def weights(region, x):
         w = region.weight

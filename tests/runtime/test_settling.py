@@ -88,3 +88,10 @@ def test_the_next_forward_lets_go_of_what_a_failed_one_left():
             model(**inputs)
         assert not engine._leaving
         assert engine.pool.in_use_bytes == 0
+
+
+def test_applying_again_puts_no_second_hook_on():
+    model, inputs, _ = rewritten()
+    memopt.undo(model.model)  # does not know of the model around it
+    memopt.apply(model, SWAP, inputs)
+    assert [*model._forward_hooks.values()] == [settle_copies]
