@@ -100,7 +100,8 @@ def unreached_sentence(plan: Plan, memory: Memory) -> str:
     falls = f"falls by {format_bytes(fall)} only" if fall > 0 else "does not fall"
     return (
         f"The plan frees {format_bytes(freed)} between forward and backward, but the peak {falls}: with the plan, and "
-        f"copies that end at once, it stands in {place_text(lower.peak)}, where what it frees would be gone anyway, or is back already."
+        f"copies that end at once, it stands in {place_text(lower.peak)}, where what it frees would be gone anyway, or is "
+        "back already."
     )
 
 
