@@ -27,7 +27,7 @@ HOST_RESERVE_BYTES = 6 << 30
 
 
 class Comparison:
-    """The rows of all modes, the most recent first lost when a mode takes all host memory."""
+    """What was measured of each mode, kept until the report, which is written early when host memory runs out."""
 
     def __init__(self, args, model, batch, stepper, graph):
         self.args, self.model, self.batch, self.stepper, self.graph = args, model, batch, stepper, graph

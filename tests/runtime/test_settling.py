@@ -1,7 +1,9 @@
 """When a model's forward has ended, none of its copies is under way any more."""
 
 import copy
+import gc
 import pickle
+import time
 
 import pytest
 import torch
@@ -75,18 +77,20 @@ def test_undo_of_what_was_wrapped_around_the_model_takes_the_hook_off_too():
 
 
 def test_the_next_forward_lets_go_of_what_a_failed_one_left():
-    with cpu_engine(in_flight_bytes=1 << 30) as engine:
+    with cpu_engine(in_flight_bytes=1 << 30, delay_s=lambda: DELAY_S) as engine:
         model, inputs, _ = rewritten()
         model(**inputs).loss.backward()
         hook = model.lm_head.register_forward_pre_hook(lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             model(**inputs)
         hook.remove()
-        engine.finish()
-        engine.leftovers.extend(engine._pending)
+        gc.collect()
+        assert engine.leftovers
+        time.sleep(20 * DELAY_S)  # the copies have ended, and nobody knows
         with torch.no_grad():
             model(**inputs)
         assert not engine._leaving
+        assert not engine.leftovers
         assert engine.pool.in_use_bytes == 0
 
 

@@ -31,8 +31,9 @@ class StreamEvent:
         """
         if self.is_captured:
             return not is_capturing(self.origin.device)
-        if not self._has_passed:  # the driver is asked for no event twice that has
-            self._has_passed = is_capturing(self.origin.device) or self.native.query()
+        if self._has_passed or is_capturing(self.origin.device):
+            return True
+        self._has_passed = self.native.query()  # the driver is asked for no event again that has
         return self._has_passed
 
 
